@@ -1,0 +1,5 @@
+"""How y = W x runs."""
+
+from lamella.ops.contract import apply, dense
+
+__all__ = ["apply", "dense"]
