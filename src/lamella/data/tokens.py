@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike
@@ -113,7 +114,7 @@ def open_dataset(spec: str | PathLike[str], tokenizer: str | None = None) -> Dat
     """Open the embedded text ("austen") or a dataset folder.
 
     tokenizer: for "austen" the tokenizer's spec, "bpe-1024" if None; a BPE is trained on the train split.
-        A folder has its own tokenizer, and another spec is an error.
+        A folder has its own tokenizer, and another spec is an error. ("./austen" is a folder of that name.)
     Raises: DataError if there is no such dataset, it is damaged, or the tokenizer does not fit.
     """
     if str(spec) == "austen":
@@ -173,14 +174,27 @@ def _read_description(folder: Path) -> dict[str, Any]:
             f"{folder} is no dataset folder: it has no dataset.json. Make one with: "
             "lamella prepare FILES --out FOLDER"
         )
+    damaged = f"{path} is damaged: {{}}. Prepare the dataset again."
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = content["format"]
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is damaged ({error!r}). Prepare the dataset again.") from error
+        raise DataError(damaged.format(repr(error))) from error
     if version != FORMAT:
         raise DataError(f"{path} has format {version!r}; this version of lamella reads format {FORMAT}.")
+    try:
+        _check_keys(content)
+    except (KeyError, TypeError) as error:
+        raise DataError(damaged.format(repr(error))) from error
     return content
+
+
+def _check_keys(content: Mapping[str, Any]) -> None:
+    operator.itemgetter("spec", "digest", "vocab_size")(content["tokenizer"])
+    operator.itemgetter("train", "validation")(content["splits"])
+    for facts in content["splits"].values():
+        operator.itemgetter("tokens", "bytes", "sha256")(facts)
+        np.dtype(facts["dtype"])
 
 
 def _map_split(folder: Path, split: str, facts: Mapping[str, Any], vocab_size: int) -> Tokens:
