@@ -55,7 +55,9 @@ class StructuredLinear(nn.Module):
         self.structure = structure
         self.plan = structure.plan(in_features, out_features)
         if init == "spectral" and self.plan.num_factors > 2:
-            raise ValueError(f"init 'spectral' needs at most two factors, {structure!r} has {self.plan.num_factors}")
+            raise ValueError(
+                f"init 'spectral' needs at most two factors, {structure!r} has {self.plan.num_factors}"
+            )
         self.init, self.init_std, self.zero_last = init, init_std, zero_last
         self.replaced_class: type[nn.Module] = nn.Linear  # what merge_ restores
         self.factors = nn.ParameterList(
@@ -100,7 +102,9 @@ class StructuredLinear(nn.Module):
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         if self.guide is not None and not self.guide.is_meta:
-            self.guide_alpha = self.guide_alpha.to(self.guide.device)  # moved, never rounded to the layer's dtype
+            self.guide_alpha = self.guide_alpha.to(
+                self.guide.device
+            )  # moved, never rounded to the layer's dtype
         return self
 
     def forward(self, x: Tensor) -> Tensor:
@@ -144,7 +148,11 @@ class StructuredLinear(nn.Module):
             raise ValueError("this layer is guided: call remove() on its Guide before merging it")
         first = self.factors[0]
         linear = nn.Linear(
-            self.in_features, self.out_features, self.bias is not None, device="meta", dtype=dtype or first.dtype
+            self.in_features,
+            self.out_features,
+            self.bias is not None,
+            device="meta",
+            dtype=dtype or first.dtype,
         )
         linear.weight = nn.Parameter(self._product().to(linear.weight.dtype), first.requires_grad)
         if self.bias is not None:
@@ -160,7 +168,13 @@ class StructuredLinear(nn.Module):
         """
         weight = linear.weight
         layer = cls(
-            linear.in_features, linear.out_features, structure, linear.bias is not None, "mup", "meta", weight.dtype
+            linear.in_features,
+            linear.out_features,
+            structure,
+            linear.bias is not None,
+            "mup",
+            "meta",
+            weight.dtype,
         )
         layer.to_empty(device=weight.device)
         layer.load_projection(weight, linear.bias)
@@ -188,4 +202,6 @@ def check_init(init: str, init_std: float | None) -> None:
     if init not in INITS:
         raise ValueError(f"unknown init {init!r}{suggest(str(init), INITS)}. Known: {', '.join(INITS)}.")
     if init_std is not None and (init != "spectral" or not 0 < init_std < math.inf):
-        raise ValueError(f"init_std is a positive number for init 'spectral' only, got {init_std!r} with {init!r}")
+        raise ValueError(
+            f"init_std is a positive number for init 'spectral' only, got {init_std!r} with {init!r}"
+        )

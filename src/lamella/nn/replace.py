@@ -48,7 +48,9 @@ def replace_(
     check_init(init, None)
     for pattern, structure in rules.items():
         if structure is not None and not isinstance(structure, Structure):
-            raise ValueError(f"rule {pattern!r}: expected a structure like LowRank(rank=192) or None, got {structure!r}")
+            raise ValueError(
+                f"rule {pattern!r}: expected a structure like LowRank(rank=192) or None, got {structure!r}"
+            )
     if keep_weights and (init != "spectral" or tuple(zero_last)):
         raise ValueError("keep_weights=True takes the old weights: init and zero_last have no effect with it")
     layers = linear_layers(model)
@@ -160,7 +162,9 @@ def _restored(layer: StructuredLinear) -> nn.Module:
         return linear
     conv = layer.replaced_class(layer.out_features, layer.in_features)  # Conv1D(nf, nx)
     conv.weight = nn.Parameter(linear.weight.T.contiguous(), linear.weight.requires_grad)
-    bias = linear.bias if linear.bias is not None else nn.Parameter(linear.weight.new_zeros(layer.out_features))
+    bias = (
+        linear.bias if linear.bias is not None else nn.Parameter(linear.weight.new_zeros(layer.out_features))
+    )
     conv.bias = copy.copy(bias)
     return conv.train(layer.training)
 
@@ -178,7 +182,9 @@ def _check_replaceable(name: str, old: nn.Module, owners: dict[int, list[str]]) 
     for parameter in old.parameters():
         others = [other for other in owners[id(parameter)] if not f"{other}.".startswith(f"{name}.")]
         if len(owners[id(parameter)]) > 1 and others:
-            raise ValueError(f"its weight is shared with {others[0]}; untie it first, or leave it out by a rule of None")
+            raise ValueError(
+                f"its weight is shared with {others[0]}; untie it first, or leave it out by a rule of None"
+            )
     hooks = (old._forward_hooks, old._forward_pre_hooks, old._backward_hooks, old._backward_pre_hooks)
     if any(hooks):
         raise ValueError("the layer carries hooks, which would be lost; remove them first")

@@ -49,7 +49,9 @@ def match_rules(names: Iterable[str], rules: Mapping[str, T], what: str) -> dict
         if pattern in chosen.values():
             continue
         if any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"rule {pattern!r} has no effect: earlier rules decide for every {what} it matches")
+            raise ValueError(
+                f"rule {pattern!r} has no effect: earlier rules decide for every {what} it matches"
+            )
         raise ValueError(f"rule {pattern!r} matches no {what}. There are: {_listed(names)}")
     return {name: rules[pattern] for name, pattern in chosen.items()}
 

@@ -43,13 +43,14 @@ def _contract(
     plan: Plan, step: Step, z: Tensor, axes: tuple[str, ...], tokens: int, factor: Tensor
 ) -> tuple[Tensor, tuple[str, ...]]:
     rows = tuple(n for n in axes if n == TOKENS or n in step.spectators)
-    batch, contracted, new = factor.shape
+    batch, contracted, _ = factor.shape
     z = z.permute([axes.index(n) for n in step.batch + rows + step.contracted])
     count = tokens * plan.volume(step.spectators)
-    if batch == 1:
-        z = z.reshape(count, contracted) @ factor.squeeze(0)  # (rows, new)
-    else:
-        z = z.reshape(batch, count, contracted) @ factor  # (batch, rows, new)
+    # squeezed, a lone block runs as mm on one matrix; else bmm, which takes strided views
+    rhs, shape = (
+        (factor.squeeze(0), (count, contracted)) if batch == 1 else (factor, (batch, count, contracted))
+    )
+    z = z.reshape(shape) @ rhs  # (batch, rows, new)
     axes = step.batch + rows + step.new
     return z.view([tokens if n == TOKENS else plan.sizes[n] for n in axes]), axes
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -40,7 +40,12 @@ def param_groups(
         seen.add(id(parameter))
         group = groups.setdefault(
             (multiplier, decays),
-            {"params": [], "lr": lr * multiplier, "weight_decay": weight_decay if decays else 0.0, "roles": []},
+            {
+                "params": [],
+                "lr": lr * multiplier,
+                "weight_decay": weight_decay if decays else 0.0,
+                "roles": [],
+            },
         )
         group["params"].append(parameter)
         if role not in group["roles"]:
@@ -75,13 +80,18 @@ def _roles(model: nn.Module, ratio: float) -> Iterator[tuple[nn.Parameter, str, 
     modules = list(model.modules())
     for module in modules:
         if isinstance(module, nn.Embedding):
-            yield module.weight, "embeddings", 1.0, True
+            yield cast(nn.Parameter, module.weight), "embeddings", 1.0, True
     for module in modules:
         if isinstance(module, StructuredLinear):
             plan = module.plan
             for factor, (fan_in, _) in zip(module.factors, plan.fans, strict=True):
                 multiplier = ratio * plan.in_features / fan_in / plan.num_factors
-                yield factor, f"factors of fan-in {fan_in} in {plan.in_features} -> *", multiplier, True
+                yield (
+                    cast(nn.Parameter, factor),
+                    f"factors of fan-in {fan_in} in {plan.in_features} -> *",
+                    multiplier,
+                    True,
+                )
             if module.guide is not None:
                 yield module.guide, "guides", ratio, True
         elif isinstance(module, nn.Linear) or is_conv1d(module):

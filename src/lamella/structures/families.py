@@ -64,7 +64,9 @@ class BlockDense(Structure):
         b = self.num_blocks
         if in_features % b:
             valid = _listed(_divisors(in_features))
-            raise self.misfit(in_features, out_features, f"num_blocks must divide {in_features}. Valid: {valid}.")
+            raise self.misfit(
+                in_features, out_features, f"num_blocks must divide {in_features}. Valid: {valid}."
+            )
         most = b * min(in_features // b, out_features)
         rank = self.rank or min(
             most, max(b, b * round((self.rank_frac or 0) * min(in_features, out_features) / b))
@@ -81,7 +83,9 @@ class BlockDense(Structure):
 
     def members(self, in_features: int, out_features: int, multiple_of: int) -> Iterator[Self]:
         step = math.lcm(multiple_of, self.num_blocks)
-        for rank in range(step, self.num_blocks * min(in_features // self.num_blocks, out_features) + 1, step):
+        for rank in range(
+            step, self.num_blocks * min(in_features // self.num_blocks, out_features) + 1, step
+        ):
             yield replace(self, rank=rank, rank_frac=None)
 
 
@@ -223,7 +227,7 @@ class Einsum(Structure):
         return plan
 
     def members(self, in_features: int, out_features: int, multiple_of: int) -> Iterator[Self]:
-        sizes = {name: 1 for name in ("alpha", "beta", "delta", "epsilon")} | dict(self.sizes)
+        sizes = dict.fromkeys(("alpha", "beta", "delta", "epsilon"), 1) | dict(self.sizes)
         for rho in range(1, min(sizes["alpha"] * sizes["delta"], sizes["beta"] * sizes["epsilon"]) + 1):
             yield replace(self, sizes={**dict(self.sizes), "rho": rho})
 
@@ -252,7 +256,9 @@ def _divisor(
                 f"no divisor of {n} is near its square root, so {name} has no default. Valid: {_listed(divisors)}.",
             )
     if n % given:
-        raise structure.misfit(in_features, out_features, f"{name} must divide {n}. Valid: {_listed(divisors)}.")
+        raise structure.misfit(
+            in_features, out_features, f"{name} must divide {n}. Valid: {_listed(divisors)}."
+        )
     return given
 
 
@@ -273,9 +279,7 @@ def _kronecker_sizes(
     }
 
 
-def _checked_rho(
-    structure: Structure, in_features: int, out_features: int, sizes: Mapping[str, int]
-) -> Plan:
+def _checked_rho(structure: Structure, in_features: int, out_features: int, sizes: Mapping[str, int]) -> Plan:
     try:
         return two_factor_plan(in_features, out_features, sizes)
     except ValueError as error:

@@ -223,9 +223,7 @@ def _steps(plan: Plan, order: Sequence[int]) -> tuple[Step, ...]:
         batch = tuple(i.name for i in held if i.name in active and i.holders & later)
         contracted = tuple(i.name for i in held if i.name in active and not i.holders & later)
         new = tuple(i.name for i in held if i.name not in active)
-        spectators = tuple(
-            i.name for i in plan.indices if i.name in active and factor not in i.holders
-        )
+        spectators = tuple(i.name for i in plan.indices if i.name in active and factor not in i.holders)
         steps.append(Step(factor, batch, contracted, new, spectators))
         active = active - set(contracted) | set(new)
     return tuple(steps)
@@ -241,7 +239,9 @@ def _check_hypergraph(plan: Plan) -> None:
             raise ValueError(f"index {index.name!r} has size {index.size!r}: sizes are positive integers")
         factors = {h for h in index.holders if isinstance(h, int)}
         if index.holders - factors - {"x", "y"}:
-            raise ValueError(f"index {index.name!r} is held by {set(index.holders)}: holders are x, y, 0, 1, ...")
+            raise ValueError(
+                f"index {index.name!r} is held by {set(index.holders)}: holders are x, y, 0, 1, ..."
+            )
         if index.holders >= {"x", "y"}:
             raise ValueError(f"index {index.name!r} joins x and y: an index may be held by one of them only")
         outside = index.holders & {"x", "y"}
@@ -256,4 +256,6 @@ def _check_hypergraph(plan: Plan) -> None:
     for side, layout in (("x", plan.x_layout), ("y", plan.y_layout)):
         held = {index.name for index in plan.indices if side in index.holders}
         if not held or set(layout) != held or len(layout) != len(held):
-            raise ValueError(f"{side}_layout must order the indices {side} holds, {sorted(held)}, got {layout}")
+            raise ValueError(
+                f"{side}_layout must order the indices {side} holds, {sorted(held)}, got {layout}"
+            )

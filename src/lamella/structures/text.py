@@ -37,7 +37,9 @@ def parse_structure(text: str) -> Structure:
         raise _unreadable(text)
     name = call.func.id
     if name not in FAMILIES:
-        raise ValueError(f"unknown structure {name!r}{suggest(name, FAMILIES)}. Known: {', '.join(FAMILIES)}.")
+        raise ValueError(
+            f"unknown structure {name!r}{suggest(name, FAMILIES)}. Known: {', '.join(FAMILIES)}."
+        )
     family = FAMILIES[name]
     known = [field.name for field in fields(family)]
     options = f"{name} takes {', '.join(known) or 'no options'}"
@@ -46,7 +48,9 @@ def parse_structure(text: str) -> Structure:
     values = {}
     for keyword in call.keywords:
         if keyword.arg not in known:
-            raise ValueError(f"{text!r}: unknown option {keyword.arg!r}{suggest(str(keyword.arg), known)}; {options}")
+            raise ValueError(
+                f"{text!r}: unknown option {keyword.arg!r}{suggest(str(keyword.arg), known)}; {options}"
+            )
         try:
             values[keyword.arg] = ast.literal_eval(keyword.value)
         except ValueError:
@@ -58,11 +62,13 @@ def parse_structure(text: str) -> Structure:
 
 
 def suggest(given: str, known: Iterable[str]) -> str:
-    """", did you mean ...?" if one of the known names is close, ignoring case, else the empty string."""
+    """ ", did you mean ...?" if one of the known names is close, ignoring case, else the empty string."""
     by_lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(given.lower(), by_lower, n=1, cutoff=0.5)
-    return f", did you mean {by_lower[close[0]]!r}?" if close else ""
+    return f" (did you mean {by_lower[close[0]]!r}?)" if close else ""
 
 
 def _unreadable(text: object) -> ValueError:
-    return ValueError(f"can't read the structure {text!r}: write it like LowRank(rank=192) or BTT(gamma=16, rho=4)")
+    return ValueError(
+        f"can't read the structure {text!r}: write it like LowRank(rank=192) or BTT(gamma=16, rho=4)"
+    )
