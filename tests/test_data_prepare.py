@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamella.data import DataError, austen, encode_text, open_dataset, prepare
+from lamella.data import text as text_module
 from lamella.data.corpus import SPLITS
 from lamella.data.prepare import Source, _line_start, _slice
 
@@ -244,20 +246,39 @@ def test_kill_leaves_no_dataset_and_the_next_call_cleans_up_but_spares_running_o
     assert text_of(open_dataset(out), "train") in TEXT
 
 
+def test_no_more_of_the_text_is_held_than_a_few_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_module, "BLOCK_BYTES", 10_000)
+    monkeypatch.setattr(text_module.chunks, "__defaults__", (10_000,))
+    peaks = {}
+    for copies in (6, 18):
+        path = tmp_path / f"{copies}.txt"
+        path.write_text(TEXT * copies, newline="")
+        tracemalloc.start()
+        prepare([path], tmp_path / str(copies), "byte")
+        peaks[copies] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    # The text grows by 720 kB and its tokens by 1.4 MB.
+    assert peaks[18] < peaks[6] + 100_000, peaks
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_peak_memory_does_not_grow_with_the_text(tmp_path):
     code = """
-        import resource, sys
+        import re, sys
+        from pathlib import Path
         from lamella.data import prepare
         prepare([sys.argv[1]], sys.argv[2], "byte")
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        # Not ru_maxrss, which starts from the parent process's.
+        print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
     """
     peaks = {}
-    for copies in (3, 15):
+    for copies in (2, 20):
         path = tmp_path / f"{copies}.txt.xz"
-        path.write_bytes(lzma.compress((austen("test") * copies).encode(), preset=0))
+        path.write_bytes(lzma.compress((austen("train") * copies).encode(), preset=0))
         with run_aside(code, path, tmp_path / str(copies)) as process:
             peaks[copies] = int(process.communicate()[0]) / 1024
-    assert peaks[15] < peaks[3] + 6, peaks  # MB; the text grows by 5.6 MB and its tokens by 11 MB
+    assert peaks[20] < peaks[2] + 40, peaks  # MB; the text grows by 56 MB and its tokens by 112 MB
 
 
 def test_the_text_a_tokenizer_is_trained_on_is_bounded(tmp_path, book, monkeypatch):

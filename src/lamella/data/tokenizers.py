@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
-BATCH_CHUNKS = 32
+BATCH_CHUNKS = 8
 MIN_BPE = 257
 
 # After NFKD and without accents: what stands for what in the `char` tokenizer.
