@@ -1,7 +1,7 @@
 """Hugging Face models: presets, accounting, saving and loading, export. Importing this registers with transformers."""
 
 from lamella.hub.accounting import Account, LayerAccount, account, fixed_flop_ratio, format_account
-from lamella.hub.export import ExportReport, export
+from lamella.hub.export import export
 from lamella.hub.loading import load_model
 from lamella.hub.presets import PRESETS, build_model, ffn_rules, is_ffn, load_config, model_class
 from lamella.hub.quiet import no_progress_bars
@@ -10,7 +10,6 @@ from lamella.hub.saving import LamellaConfig
 __all__ = [
     "PRESETS",
     "Account",
-    "ExportReport",
     "LamellaConfig",
     "LayerAccount",
     "account",

@@ -1,12 +1,13 @@
 """The bytes that autograd keeps of a forward pass, measured on fake tensors: no memory, no arithmetic."""
 
+import inspect
 from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 
 def activation_bytes(model: PreTrainedModel, context: int) -> dict[str, int] | None:
@@ -50,7 +51,7 @@ def activation_bytes(model: PreTrainedModel, context: int) -> dict[str, int] | N
             }
             seen.update(tensor.untyped_storage()._cdata for tensor in state.values())
             ids = torch.zeros(1, context, dtype=torch.long)
-            options = {"input_ids": ids, "use_cache": False}
+            options = {"input_ids": ids, **_through_cache(model)}
             if model.can_generate():
                 options["labels"] = ids
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -61,6 +62,23 @@ def activation_bytes(model: PreTrainedModel, context: int) -> dict[str, int] | N
         for hook in hooks:
             hook.remove()
     return dict(kept)
+
+
+class _Through(DynamicCache):
+    """A cache that keeps nothing.
+
+    Without any cache transformers looks for packed sequences, and where it can't read the positions, as here, makes a
+    T^2 mask and repeats keys and values, which it does not in real training.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return key_states, value_states
+
+
+def _through_cache(model: PreTrainedModel) -> dict[str, Any]:
+    accepted = inspect.signature(model.forward).parameters
+    name = next((n for n in ("cache", "past_key_values") if n in accepted), None)
+    return {} if name is None else {name: _Through(), "use_cache": True}
 
 
 def _fake(tensor: Tensor) -> Tensor:

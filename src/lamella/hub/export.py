@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,29 +29,13 @@ VERIFY_TEXT = "It is a truth universally acknowledged, that a test is a test."
 END_OF_TEXT = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
 
 
-@dataclass(frozen=True)
-class ExportReport:
-    """What was written. largest_difference is the largest absolute difference of a logit, in float32."""
-
-    path: str
-    structured: bool
-    largest_difference: float
-    tolerance: float
-    parameters: int
-    bytes: int
-    files: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "files": list(self.files)}
-
-
 def export(
     model: PreTrainedModel,
     tokenizer: Tokenizer | PreTrainedTokenizerBase | None,
     out: str | os.PathLike[str],
     structured: bool = False,
     tolerance: float | None = None,
-) -> ExportReport:
+) -> dict[str, Any]:
     """Write a model and its tokenizer as a Hugging Face directory; the model itself is not changed.
 
     Merged (the default) it is an ordinary dense model that transformers 4.57 and 5 load without lamella; structured
@@ -61,6 +44,7 @@ def export(
     tolerance: largest absolute logit difference accepted; by default 1e-3, and for 16-bit weights, whose products
     are rounded when merged, 2e-2 (float16) or 2e-1 (bfloat16).
 
+    Returns: path, structured, max_logit_difference (absolute, in float32), tolerance, parameters, bytes, files.
     Raises: ValueError if `out` exists and is not empty or can't be written, the model is guided or already
     quantised by another method, or the exported directory disagrees; then nothing is left behind.
     """
@@ -111,9 +95,16 @@ def export(
         _sync_folder(out.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    files = tuple(sorted(p.name for p in out.iterdir()))
-    size = sum((out / name).stat().st_size for name in files)
-    return ExportReport(str(out), structured, difference, tolerance, shipped.num_parameters(), size, files)
+    files = sorted(p.name for p in out.iterdir())
+    return {
+        "path": str(out),
+        "structured": structured,
+        "max_logit_difference": difference,
+        "tolerance": tolerance,
+        "parameters": shipped.num_parameters(),
+        "bytes": sum((out / name).stat().st_size for name in files),
+        "files": files,
+    }
 
 
 def _check_out(out: Path) -> None:

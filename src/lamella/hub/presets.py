@@ -1,5 +1,6 @@
 """Model presets, configs from files, and which linear layers are feed-forward."""
 
+import copy
 import os
 import re
 from collections import defaultdict
@@ -91,7 +92,7 @@ def build_model(
     The class is the one in `config.architectures`, else the causal language model of the config's family, else
     its bare model. The config is not modified. On the meta device the model can be counted but not run.
     """
-    config, structures = take_structures(config)
+    config, structures = take_structures(copy.deepcopy(config))
     with torch.device(device or "cpu"):
         model = model_class(config)._from_config(config, dtype=dtype or config.dtype or torch.float32)
         if structures:

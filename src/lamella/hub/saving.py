@@ -90,6 +90,10 @@ class LamellaQuantizer(HfQuantizer):
         rules = names_in_model(self.quantization_config.structures(), model)
         if rules:
             replace_(model, rules, init="mup")  # on the meta device nothing is drawn
+        for name in rules:
+            # Some models initialise a child's `weight` from its parent (GPT-2 its c_proj); these come from the files.
+            for module in (model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])):
+                module._is_hf_initialized = True
         if checkpoint_files is not None:
             check_factors(model, [str(file) for file in checkpoint_files])
         if self.inner is not None:
@@ -166,13 +170,12 @@ class GuidedModel(HfQuantizer):
 
 
 def take_structures(config: PreTrainedConfig) -> tuple[PreTrainedConfig, dict[str, Structure]]:
-    """The config without lamella's part, and the structures that part named; the given config is left as it is."""
+    """Take lamella's part out of a config, in place; returns the config and the structures that part named."""
     ours = getattr(config, "quantization_config", None)
     if isinstance(ours, Mapping) and ours.get("quant_method") == METHOD:
         ours = LamellaConfig.from_dict(dict(ours))
     if not isinstance(ours, LamellaConfig):
         return config, {}
-    config = copy.deepcopy(config)
     _set_or_drop(config, ours.inner)
     return config, ours.structures()
 
