@@ -204,7 +204,7 @@ def fixed_flop_ratio(dense: Account, structured: Account) -> float:
 def format_account(account: Account) -> str:
     """A plain-text table of the layer types, and the totals below."""
     header = ("layer", "structure", "count", "parameters", "multiply-adds", "weight MB", "activation MB")
-    lines = [header]
+    lines: list[tuple[str, ...]] = [header]
     for row in account.layers:
         kept = "-" if row.activation_bytes is None else f"{row.activation_bytes / 1e6:,.1f}"
         counts = (

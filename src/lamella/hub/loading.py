@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -31,7 +32,7 @@ def load_model(path: str | os.PathLike[str], dtype: torch.dtype | None = None) -
     _check_method(folder, quantization)
     try:
         with no_progress_bars():
-            model, info = model_class(config).from_pretrained(
+            model, info = cast(Any, model_class(config)).from_pretrained(
                 folder,
                 dtype=dtype or "auto",
                 local_files_only=True,

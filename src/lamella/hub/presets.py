@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -31,7 +31,7 @@ def _sizes(vocab: int, context: int, width: int, layers: int, heads: int) -> dic
 
 
 PRESETS: dict[str, dict[str, int]] = {
-    "tiny": _sizes(vocab=4096, context=128, width=128, layers=4, heads=4),
+    "tiny": _sizes(vocab=256, context=128, width=128, layers=4, heads=4),
     "small": _sizes(vocab=4096, context=256, width=256, layers=6, heads=8),
     "s": _sizes(vocab=32000, context=1024, width=768, layers=12, heads=12),
     "m": _sizes(vocab=32000, context=1024, width=1024, layers=24, heads=16),
@@ -69,7 +69,7 @@ def load_config(name_or_path: str | os.PathLike[str], **overrides: Any) -> PreTr
     """
     path = Path(name_or_path)
     if str(name_or_path) in PRESETS:
-        fields = _PAPER | PRESETS[str(name_or_path)]
+        fields: dict[str, Any] = _PAPER | PRESETS[str(name_or_path)]
         config = Starcoder2Config(**fields | _known(overrides, Starcoder2Config(**fields)))
     elif path.exists():
         config = _from_file(path, {})
@@ -225,5 +225,5 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
             return named
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
         if type(config) in auto._model_mapping:
-            return auto._model_mapping[type(config)]
+            return cast(type[PreTrainedModel], auto._model_mapping[type(config)])
     raise ValueError(f"transformers has no model for a config of type {config.model_type!r}")

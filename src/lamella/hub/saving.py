@@ -24,7 +24,6 @@ METHOD = "lamella"
 FORMAT_VERSION = 1
 
 
-@register_quantization_config(METHOD)
 @dataclass
 class LamellaConfig(QuantizationConfigMixin):
     """The structures of a model, as its config.json keeps them.
@@ -75,9 +74,10 @@ class LamellaConfig(QuantizationConfigMixin):
         return plain
 
 
-@register_quantizer(METHOD)
 class LamellaQuantizer(HfQuantizer):
     """Swaps layers before weights load. An inner quantiser, where there is one, does its work too."""
+
+    quantization_config: LamellaConfig
 
     def __init__(self, quantization_config: LamellaConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -92,15 +92,15 @@ class LamellaQuantizer(HfQuantizer):
             replace_(model, rules, init="mup")  # on the meta device nothing is drawn
         for name in rules:
             # Some models initialise a child's `weight` from its parent (GPT-2 its c_proj); these come from the files.
-            for module in (model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])):
-                module._is_hf_initialized = True
+            for part in (name, name.rpartition(".")[0]):
+                model.get_submodule(part).__dict__["_is_hf_initialized"] = True
         if checkpoint_files is not None:
             check_factors(model, [str(file) for file in checkpoint_files])
         if self.inner is not None:
             self.inner.preprocess_model(model, checkpoint_files=checkpoint_files, **kwargs)
         return model
 
-    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> PreTrainedModel:
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 module.config.__dict__.pop("_is_quantized", None)
@@ -218,7 +218,7 @@ def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
         yield from _outermost(child)
 
 
-def _record_one(model: PreTrainedModel) -> None:
+def _record_one(model: Any) -> None:
     layers = structured_layers(model)
     standing = getattr(model, "hf_quantizer", None)
     guided = next((name for name, layer in layers.items() if layer.guide is not None), None)
@@ -251,11 +251,13 @@ def _own_config(model: PreTrainedModel) -> None:
             module.config = copies[id(config)]
 
 
-def _set_or_drop(config: PreTrainedConfig, inner: Any) -> None:
+def _set_or_drop(config: Any, inner: Any) -> None:
     if inner is not None:
         config.quantization_config = inner
     elif hasattr(config, "quantization_config"):
         del config.quantization_config
 
 
+register_quantization_config(METHOD)(LamellaConfig)
+register_quantizer(METHOD)(LamellaQuantizer)
 add_listener(_record)

@@ -24,7 +24,7 @@ def main(directory: str, batch: str, kind: str, text: str | None = None, ids: st
     given = load_file(batch)
     expected = given.pop("expected")
     config = transformers.AutoConfig.from_pretrained(directory)
-    model_class = getattr(transformers, config.architectures[0])
+    model_class = getattr(transformers, (config.architectures or [""])[0])
     model, info = model_class.from_pretrained(directory, dtype=expected.dtype, output_loading_info=True)
     with torch.no_grad():
         output = model(**given)
