@@ -2,7 +2,8 @@
 
 from lamella.nn.guide import Guide, guide_
 from lamella.nn.linear import StructuredLinear
-from lamella.nn.replace import add_listener, merge_, replace_, weight_of
+from lamella.nn.listeners import add_listener
+from lamella.nn.replace import merge_, replace_, weight_of
 from lamella.nn.rules import is_conv1d, linear_layers, match_rules, structured_layers
 
 __all__ = [

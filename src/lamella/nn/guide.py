@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lamella.nn.linear import StructuredLinear
+from lamella.nn.listeners import notify
 from lamella.nn.rules import match_rules, structured_layers
 from lamella.structures import suggest
 
@@ -37,24 +38,29 @@ def guide_(
     guided = [name for name, layer in layers.items() if layer.guide is not None]
     if guided:
         raise ValueError(f"{guided[0]} is guided already; remove() its Guide first")
-    guide = Guide(layers, steps, schedule)
+    guide = Guide(model, layers, steps, schedule)
     for layer in layers.values():
         first = layer.factors[0]
         layer.guide = nn.Parameter(layer.dense().detach(), first.requires_grad)
         layer.guide_alpha = torch.ones((), device="cpu" if first.is_meta else first.device)
+    notify(model)
     return guide
 
 
 class Guide:
     """The schedule of a model's guides; made by `guide_`. Call `step()` after each optimiser step."""
 
-    def __init__(self, layers: dict[str, StructuredLinear], steps: int, schedule: Schedule) -> None:
+    def __init__(
+        self, model: nn.Module, layers: dict[str, StructuredLinear], steps: int, schedule: Schedule
+    ) -> None:
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"guide: steps must be a positive integer, got {steps!r}")
         if schedule not in SCHEDULES:
             raise ValueError(
-                f"unknown guide schedule {schedule!r}{suggest(str(schedule), SCHEDULES)}. Known: {', '.join(SCHEDULES)}."
+                f"unknown guide schedule {schedule!r}{suggest(str(schedule), SCHEDULES)}: "
+                f"it must be one of {', '.join(SCHEDULES)}"
             )
+        self.model = model
         self.layers = layers
         self.steps = steps
         self.schedule = schedule
@@ -111,6 +117,7 @@ class Guide:
                 dropped[id(layer.guide)] = layer.guide
                 layer.guide = None
                 del layer.guide_alpha
+        notify(self.model)
         if optimizer is None:
             return
         for parameter in dropped.values():

@@ -135,7 +135,7 @@ class StructuredLinear(nn.Module):
 
     def _product(self) -> Tensor:
         factors = [f if f.dtype == torch.float64 else f.float() for f in self.factors]
-        with torch.autocast(factors[0].device.type, enabled=False):
+        with torch.autocast("cpu" if factors[0].is_meta else factors[0].device.type, enabled=False):
             return ops.dense(self.plan, factors)
 
     @torch.no_grad()

@@ -1,28 +1,15 @@
 """In-place verbs on models: linear layers to structured ones and back."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from lamella.nn.linear import Init, StructuredLinear, check_init
-from lamella.nn.rules import is_conv1d, linear_layers, match_rules, structured_layers
+from lamella.nn.listeners import notify
+from lamella.nn.rules import is_conv1d, linear_layers, match_rules
 from lamella.structures import Structure
-
-Listener = Callable[[nn.Module, dict[str, StructuredLinear]], None]
-_listeners: list[Listener] = []
-
-
-def add_listener(listener: Listener) -> None:
-    """Call `listener(model, structured layers by name)` after every replace_ and merge_."""
-    if listener not in _listeners:
-        _listeners.append(listener)
-
-
-def _notify(model: nn.Module) -> None:
-    for listener in _listeners:
-        listener(model, structured_layers(model))
 
 
 @torch.no_grad()
@@ -35,6 +22,8 @@ def replace_(
     zero_last: Iterable[str] = (),
 ) -> dict[str, Structure]:
     """Replace linear layers by structured ones, in place.
+
+    Call it on the model that you will save: a save records the structures of the model they were put into.
 
     rules: fnmatch patterns on full names of linear layers (`*` crosses dots), first match wins; None leaves a layer.
     keep_weights=True projects the old weight and keeps the old bias. False draws new factors by `init`, the
@@ -77,7 +66,7 @@ def replace_(
             raise ValueError(f"{name}: {error}") from None
     for name in chosen:
         model.set_submodule(name, made[id(layers[name])])
-    _notify(model)
+    notify(model)
     return chosen
 
 
@@ -106,7 +95,7 @@ def merge_(model: nn.Module, rules: Iterable[str] | None = None) -> dict[str, St
     structures = {name: layers[name].structure for name in chosen}
     for name in chosen:
         model.set_submodule(name, made[id(layers[name])])
-    _notify(model)
+    notify(model)
     return structures
 
 
