@@ -93,7 +93,8 @@ def test_sigterm_saves_and_exits_143_and_the_run_resumes_to_the_same_bits(
     base: dict[str, Any], whole: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    _die(train_runs.train_until_signal, base | {"out": str(out)}, 8, signal.SIGTERM, code=143)
+    settings = base | {"out": str(out)}
+    _die(train_runs.train_until_signal, settings, "_backward", 8, [signal.SIGTERM], code=143)
     assert checkpoint_paths(out / "checkpoints")[0].name == "step-00000008"
     stopped = json.loads((out / "stopped.json").read_text())
     assert f"lamella train --resume {out}" in stopped["message"]
@@ -104,8 +105,30 @@ def test_sigterm_saves_and_exits_143_and_the_run_resumes_to_the_same_bits(
 
 def test_ctrl_c_saves_and_exits_130(base: dict[str, Any], tmp_path: Path) -> None:
     out = tmp_path / "run"
-    _die(train_runs.train_until_signal, base | {"out": str(out)}, 4, signal.SIGINT, code=130)
+    settings = base | {"out": str(out)}
+    _die(train_runs.train_until_signal, settings, "_backward", 4, [signal.SIGINT], code=130)
     assert checkpoint_paths(out / "checkpoints")[0].name == "step-00000004"
+
+
+def test_a_second_ctrl_c_kills_at_once(base: dict[str, Any], whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    twice = [signal.SIGINT, signal.SIGINT]
+    _die(train_runs.train_until_signal, base | {"out": str(out)}, "_backward", 10, twice, code=-signal.SIGINT)
+    assert checkpoint_paths(out / "checkpoints")[0].name == "step-00000006"
+    _resume(base, out)
+    assert digests(out) == digests(whole)
+
+
+def test_a_signal_during_the_final_evaluation_stops_at_once(
+    base: dict[str, Any], whole: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    settings = base | {"out": str(out)}
+    _die(train_runs.train_until_signal, settings, "save_model", 1, [signal.SIGTERM], code=143)
+    assert not (out / "result.json").exists()
+    assert not (out / "model").exists()
+    _resume(base, out)
+    assert digests(out) == digests(whole)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json", "config.json"])

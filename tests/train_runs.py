@@ -81,16 +81,20 @@ def die_while_saving(settings: dict[str, Any], fsyncs: int) -> None:
     train(TrainConfig(**settings), resume=True, progress=False)
 
 
-def train_until_signal(settings: dict[str, Any], step: int, signum: int) -> None:
-    """Train, send this process a signal during a step, and exit as the command line does."""
-    original = loop._backward
+def train_until_signal(settings: dict[str, Any], where: str, count: int, signums: list[int]) -> None:
+    """Train, send this process signals at a call of a function of the loop's module, and exit as the command does."""
+    original: Callable[..., Any] = getattr(loop, where)
+    calls = 0
 
-    def signalled(run: Any, index: int) -> float:
-        if index + 1 == step:
-            os.kill(os.getpid(), signum)
-        return original(run, index)
+    def signalled(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == count:
+            for signum in signums:
+                os.kill(os.getpid(), signum)
+        return original(*args, **options)
 
-    loop._backward = signalled
+    setattr(loop, where, signalled)
     try:
         train(TrainConfig(**settings), resume=True, progress=False)
     except Interrupted as interrupted:
