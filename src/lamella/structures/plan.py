@@ -66,7 +66,7 @@ class Plan:
 
     def volume(self, names: Sequence[str]) -> int:
         """Product of the sizes of the named indices."""
-        return math.prod(self.sizes[name] for name in names)
+        return math.prod([self.sizes[name] for name in names])  # a list: dynamo has no generators here
 
     @property
     def padded_in(self) -> int:
