@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from jsonargparse import ActionConfigFile, ArgumentParser
+from jsonargparse import ActionConfigFile, ArgumentParser  # pyright: ignore[reportPrivateImportUsage]
 
 from lamella._version import __version__
 from lamella.structures import suggest
@@ -144,14 +144,14 @@ def _generate(
     return {"prompt": prompt, "text": text}
 
 
-def _export(run: str, out: str, structured: bool = False, tolerance: float = 1e-3) -> Document:
+def _export(run: str, out: str, structured: bool = False, tolerance: float | None = None) -> Document:
     """Write a run as a Hugging Face directory, verified from a fresh process.
 
     Args:
         run: run folder or checkpoint folder
         out: directory to write; must not exist
         structured: keep the factors; loading then needs lamella
-        tolerance: largest logit difference accepted
+        tolerance: largest logit difference accepted; by default 1e-3, more for 16-bit weights
     """
     from lamella.train import export_run
 
@@ -219,13 +219,13 @@ class Verb:
     """How a verb's arguments are declared and run."""
 
     help: str
-    declare: Callable[[ArgumentParser], None]
+    declare: Callable[[ArgumentParser, list[str]], None]
     run: Callable[[dict[str, Any]], Document]
     positional: str | None = None  # the option that takes words given without one
 
 
 def _function(function: Callable[..., Document], positional: str | None = None) -> Verb:
-    def declare(parser: ArgumentParser) -> None:
+    def declare(parser: ArgumentParser, argv: list[str]) -> None:
         parser.add_function_arguments(function, as_group=False)
 
     return Verb(
@@ -233,24 +233,28 @@ def _function(function: Callable[..., Document], positional: str | None = None) 
     )
 
 
-def _declare_train(parser: ArgumentParser) -> None:
-    from lamella.train import TrainConfig
+def _declare_train(parser: ArgumentParser, argv: list[str]) -> None:
+    from lamella.train import TrainConfig, read_config
 
     parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of these options")
     parser.add_class_arguments(TrainConfig, None)
     parser.add_argument(
         "--resume", type=str, default=None, help="run folder to continue; no other option is needed"
     )
+    folder = next((argv[k + 1] for k, word in enumerate(argv[:-1]) if word == "--resume"), None)
+    folder = next((word.removeprefix("--resume=") for word in argv if word.startswith("--resume=")), folder)
+    if folder is not None:  # options that differ from the run's own are then seen, and refused
+        parser.set_defaults(read_config(folder) | {"out": folder})
 
 
 def _run_train(values: dict[str, Any]) -> Document:
-    from lamella.train import TrainConfig, resume, train
+    from lamella.train import TrainConfig, train
 
-    folder = values.pop("resume")
-    return resume(folder) if folder is not None else train(TrainConfig(**values))
+    resume = values.pop("resume") is not None
+    return train(TrainConfig(**values), resume=resume)
 
 
-def _declare_compare(parser: ArgumentParser) -> None:
+def _declare_compare(parser: ArgumentParser, argv: list[str]) -> None:
     from lamella.train import TrainConfig
     from lamella.train.compare import VARIED, CompareConfig
 
@@ -262,10 +266,11 @@ def _declare_compare(parser: ArgumentParser) -> None:
 def _run_compare(values: dict[str, Any]) -> Document:
     from dataclasses import fields
 
+    from lamella.train import TrainConfig
     from lamella.train.compare import CompareConfig, compare
 
     own = {field.name: values.pop(field.name) for field in fields(CompareConfig) if field.name in values}
-    return compare(CompareConfig(**own, train=values))
+    return compare(CompareConfig(**own, train=TrainConfig(**values, out=own["out"])))
 
 
 VERBS = {
@@ -319,7 +324,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(name: str, verb: Verb, argv: list[str]) -> int:
     words = f" {verb.positional.upper()} without --{verb.positional} will do." if verb.positional else ""
     parser = _Parser(prog=f"lamella {name}", description=verb.help + words, allow_abbrev=False)
-    verb.declare(parser)
+    verb.declare(parser, argv)
     parser.add_argument("--json", type=bool, default=False, help="end the output with one line of JSON")
     values = parser.parse_args(_spelled_out(argv, parser, verb.positional)).as_dict()
     values.pop("config", None)
