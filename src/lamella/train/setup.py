@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,10 +59,12 @@ def resolve(config: TrainConfig) -> "tuple[TrainConfig, Dataset, PreTrainedConfi
 
     Raises: ValueError if the data, the model or the machine can't be used, or they don't fit each other.
     """
-    from lamella.hub import PRESETS, load_config
+    from lamella.hub import PRESETS, build_model, load_config
 
     device = _device(config.device)
-    dataset = open_dataset(config.data, config.tokenizer)
+    dataset = (
+        _austen(config.tokenizer) if config.data == "austen" else open_dataset(config.data, config.tokenizer)
+    )
     own = load_config(config.model)
     changes: dict[str, Any] = {} if config.ffn_width is None else {"intermediate_size": config.ffn_width}
     positions = getattr(own, "max_position_embeddings", None)
@@ -89,6 +92,7 @@ def resolve(config: TrainConfig) -> "tuple[TrainConfig, Dataset, PreTrainedConfi
         if split is not None and split.num_tokens < 2:
             raise ValueError(f"{split.name or 'a split'} has {split.num_tokens} tokens; it needs at least 2")
     _batches(resolved, dataset)
+    structure_(build_model(hf_config, device="meta"), resolved)  # does each structure fit, each rule match?
     return resolved, dataset, hf_config
 
 
@@ -206,6 +210,12 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
+@lru_cache(maxsize=2)
+def _austen(tokenizer: str | None) -> Dataset:
+    """The embedded text, tokenised once for all the runs of a comparison."""
+    return open_dataset("austen", tokenizer)
+
+
 def _batches(config: TrainConfig, dataset: Dataset) -> Batches:
     assert config.context is not None
     return Batches(dataset.train, batch_size=config.batch_size, context=config.context, seed=config.seed)
@@ -234,13 +244,11 @@ def _device(given: str) -> torch.device:
 def _precision(given: str, device: torch.device) -> str:
     if given != "auto":
         return given
-    fast = device.type == "cuda" or {"amx_bf16", "avx512_bf16"} & _cpu_flags()
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fast = bool({"amx_bf16", "avx512_bf16"} & set(_cpuinfo("flags").split()))
     return "bf16" if fast else "fp32"
-
-
-def _cpu_flags() -> set[str]:
-    line = _cpuinfo("flags")
-    return set(line.split())
 
 
 def _processor() -> str:
