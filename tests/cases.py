@@ -295,6 +295,7 @@ CASES = [
     ),  # x, y zero-extended
     _einsum_case(13, 19, 12, alpha=3, beta=2, gamma=2, delta=1, epsilon=6, phi=3, rho=2),  # x, y cut
     _einsum_case(13, 17, 9, alpha=4, gamma=3, epsilon=6, phi=3),  # x cut, y zero-extended
+    _einsum_case(20, 11, 11, alpha=10, gamma=2, epsilon=6, phi=2, rho=6),  # y cut, below the rank of the rest
     _einsum_case(8, 6, 1, alpha=8, epsilon=6),
     _einsum_case(5, 7, 5, a_first=False, beta=5, delta=7, rho=5),  # low rank with the roles exchanged
     Case(ThreeCores(), 24, 30, three_cores, 24),
