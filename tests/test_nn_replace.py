@@ -258,7 +258,7 @@ class Tied(nn.Module):
 def test_a_tied_weight_is_refused_and_the_model_left_untouched() -> None:
     model = Tied()
     before = snapshot(model)
-    with pytest.raises(ValueError, match=r"head: its weight is shared with embedding.*rule of None"):
+    with pytest.raises(ValueError, match=r"head: its weight is shared with embedding.*untie it first"):
         replace_(model, {"*": LowRank(rank=2)})
     assert same(before, snapshot(model))
     assert model.head.weight is model.embedding.weight
@@ -428,7 +428,7 @@ def test_a_guided_layer_is_neither_replaced_nor_merged() -> None:
     replace_(model, {"*.up": LowRank(rank=2), "*.down": LowRank(rank=2)})
     guide = guide_(model, 10, rules=["0.up"])
     before = snapshot(model)
-    with pytest.raises(ValueError, match=r"0.up is guided: call remove"):
+    with pytest.raises(ValueError, match=r"0.up: the layer is guided: call remove"):
         merge_(model)
     with pytest.raises(ValueError, match=r"0.up: the layer is guided: call remove"):
         replace_(model, {"0.up": LowRank(rank=3)})

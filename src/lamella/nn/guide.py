@@ -5,7 +5,8 @@ step 0, and a falls from 1 to 0.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from lamella.nn.linear import StructuredLinear
 from lamella.nn.listeners import notify
-from lamella.nn.rules import match_rules, structured_layers
+from lamella.nn.rules import match_patterns, structured_layers
 from lamella.structures import suggest
 
 Schedule = Literal["cosine", "linear"]
@@ -21,7 +22,7 @@ SCHEDULES = ("cosine", "linear")
 
 
 def guide_(
-    model: nn.Module, steps: int, schedule: Schedule = "cosine", rules: Iterable[str] | None = None
+    model: nn.Module, steps: int, schedule: Schedule = "cosine", rules: Iterable[str] | str | None = None
 ) -> "Guide":
     """Add a dense guide to the structured layers of a model, in place; make the optimiser afterwards.
 
@@ -34,7 +35,7 @@ def guide_(
     if not layers:
         raise ValueError(f"{type(model).__name__} holds no structured layers to guide; call replace_ first")
     if rules is not None:
-        layers = {n: layers[n] for n in match_rules(layers, dict.fromkeys(rules, True), "structured layer")}
+        layers = {n: layers[n] for n in match_patterns(layers, rules, "structured layer")}
     guided = [name for name, layer in layers.items() if layer.guide is not None]
     if guided:
         raise ValueError(f"{guided[0]} is guided already; remove() its Guide first")
@@ -65,6 +66,7 @@ class Guide:
         self.steps = steps
         self.schedule = schedule
         self.steps_done = 0
+        self._looked_past = 0  # how many structured_only() are open
 
     @property
     def alpha(self) -> float:
@@ -82,16 +84,24 @@ class Guide:
     def step(self) -> None:
         """Advance the schedule by one step."""
         self.steps_done += 1
-        self._set_alpha(self.alpha)
+        self._share()
 
-    def _set_alpha(self, alpha: float) -> None:
+    def _share(self) -> None:
+        alpha = 0.0 if self._looked_past else self.alpha
         for layer in self.layers.values():
-            if layer.guide is not None:
-                layer.guide_alpha.fill_(alpha)
+            if layer.guide is not None:  # anew: backward may still need the one of the last forward
+                layer.guide_alpha = torch.full_like(layer.guide_alpha, alpha)
 
-    def structured_only(self) -> "_StructuredOnly":
+    @contextmanager
+    def structured_only(self) -> Iterator[None]:
         """A context in which the layers run their structured part alone, for evaluation."""
-        return _StructuredOnly(self)
+        self._looked_past += 1
+        self._share()
+        try:
+            yield
+        finally:
+            self._looked_past -= 1
+            self._share()
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "schedule": self.schedule, "steps_done": self.steps_done}
@@ -104,12 +114,13 @@ class Guide:
                 f"this one {self.steps} {self.schedule} steps"
             )
         self.steps_done = int(state["steps_done"])
-        self._set_alpha(self.alpha)
+        self._share()
 
     def remove(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Drop the guides, and their parameters and state from the optimiser.
 
-        Before the schedule has `finished` this changes the output, by the guide's remaining share.
+        Before the schedule has `finished` this changes the output, by the guide's remaining share. A group that this
+        empties stays, since schedulers count groups.
         """
         dropped = {}
         for layer in self.layers.values():
@@ -124,14 +135,3 @@ class Guide:
             optimizer.state.pop(parameter, None)
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) not in dropped]
-
-
-class _StructuredOnly:
-    def __init__(self, guide: Guide) -> None:
-        self.guide = guide
-
-    def __enter__(self) -> None:
-        self.guide._set_alpha(0.0)
-
-    def __exit__(self, *exception: object) -> None:
-        self.guide._set_alpha(self.guide.alpha)

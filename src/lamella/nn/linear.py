@@ -131,16 +131,17 @@ class StructuredLinear(nn.Module):
 
         16-bit factors are multiplied in float32 and the product is rounded once.
         """
-        return self._product().to(self.factors[0].dtype)
+        return self._product(torch.float32).to(self.factors[0].dtype)
 
-    def _product(self) -> Tensor:
-        factors = [f if f.dtype == torch.float64 else f.float() for f in self.factors]
+    def _product(self, dtype: torch.dtype) -> Tensor:
+        """The matrix, formed in dtype or in the factors' own, whichever is finer."""
+        factors = [f.to(torch.promote_types(f.dtype, dtype)) for f in self.factors]
         with torch.autocast("cpu" if factors[0].is_meta else factors[0].device.type, enabled=False):
             return ops.dense(self.plan, factors)
 
     @torch.no_grad()
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
-        """The nn.Linear this layer equals; `dtype` is the layer's own by default.
+        """The nn.Linear this layer equals; `dtype` is the layer's own by default, float64 is also formed in it.
 
         Raises: ValueError while guided, since the guided layer is not structured yet.
         """
@@ -154,7 +155,10 @@ class StructuredLinear(nn.Module):
             device="meta",
             dtype=dtype or first.dtype,
         )
-        linear.weight = nn.Parameter(self._product().to(linear.weight.dtype), first.requires_grad)
+        product = self._product(torch.float64 if linear.weight.dtype == torch.float64 else torch.float32)
+        linear.weight = nn.Parameter(
+            product.to(linear.weight.dtype), any(f.requires_grad for f in self.factors)
+        )
         if self.bias is not None:
             linear.bias = nn.Parameter(self.bias.to(linear.weight.dtype, copy=True), self.bias.requires_grad)
         return linear.train(self.training)
@@ -167,6 +171,8 @@ class StructuredLinear(nn.Module):
         Raises: ValueError if the structure does not fit, has no closed-form projection, or a weight is not finite.
         """
         weight = linear.weight
+        if weight.is_meta:
+            raise ValueError("there are no weights to project on the meta device")
         layer = cls(
             linear.in_features,
             linear.out_features,
@@ -178,7 +184,9 @@ class StructuredLinear(nn.Module):
         )
         layer.to_empty(device=weight.device)
         layer.load_projection(weight, linear.bias)
-        layer.requires_grad_(weight.requires_grad)
+        layer.factors.requires_grad_(weight.requires_grad)
+        if layer.bias is not None:
+            layer.bias.requires_grad_(linear.bias.requires_grad)
         return layer.train(linear.training)
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lamella.nn.linear import Init, StructuredLinear, check_init
 from lamella.nn.listeners import notify
-from lamella.nn.rules import is_conv1d, linear_layers, match_rules
+from lamella.nn.rules import is_conv1d, linear_layers, match_patterns, match_rules
 from lamella.structures import Structure
 
 
@@ -19,7 +19,7 @@ def replace_(
     keep_weights: bool = False,
     *,
     init: Init = "spectral",
-    zero_last: Iterable[str] = (),
+    zero_last: Iterable[str] | str = (),
 ) -> dict[str, Structure]:
     """Replace linear layers by structured ones, in place.
 
@@ -40,7 +40,8 @@ def replace_(
             raise ValueError(
                 f"rule {pattern!r}: expected a structure like LowRank(rank=192) or None, got {structure!r}"
             )
-    if keep_weights and (init != "spectral" or tuple(zero_last)):
+    zero_last = (zero_last,) if isinstance(zero_last, str) else tuple(zero_last)
+    if keep_weights and (init != "spectral" or zero_last):
         raise ValueError("keep_weights=True takes the old weights: init and zero_last have no effect with it")
     layers = linear_layers(model)
     if not layers:
@@ -50,17 +51,18 @@ def replace_(
         )
     matched = match_rules(layers, rules, "linear layer")
     chosen = {name: structure for name, structure in matched.items() if structure is not None}
-    zeroed = match_rules(chosen, dict.fromkeys(zero_last, True), "replaced layer")
+    zeroed = match_patterns(chosen, zero_last, "replaced layer") if zero_last else []
+    _check_whole(layers, chosen)
     owners = _owners(model)
     made: dict[int, StructuredLinear] = {}
     for name, structure in chosen.items():
         old = layers[name]
         if id(old) in made:
-            if made[id(old)].structure != structure:
-                raise ValueError(f"{name} is the same module as another layer, with another structure")
             continue
         try:
             _check_replaceable(name, old, owners)
+            if keep_weights and weight_of(old).is_meta:
+                raise ValueError("there are no weights to keep on the meta device")
             made[id(old)] = _structured(old, structure, keep_weights, init, name in zeroed)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
@@ -71,26 +73,33 @@ def replace_(
 
 
 @torch.no_grad()
-def merge_(model: nn.Module, rules: Iterable[str] | None = None) -> dict[str, Structure]:
+def merge_(model: nn.Module, rules: Iterable[str] | str | None = None) -> dict[str, Structure]:
     """Replace structured layers by the dense layers they equal, in place; a GPT-2 Conv1D comes back as one.
 
     Products are formed in float32 (float64 for float64 layers) and rounded once to the layer's dtype.
     rules: patterns of the layers to merge, by default all.
 
     Returns: {name: structure} of the layers merged.
-    Raises: ValueError if a pattern matches no structured layer, there is none, or one is still guided.
+    Raises: ValueError, before anything changes, if a pattern matches no structured layer, there is none, or one is
+    still guided, carries hooks or shares its factors.
     """
     layers = {n: m for n, m in linear_layers(model).items() if isinstance(m, StructuredLinear)}
     if not layers:
-        raise ValueError(f"{type(model).__name__} holds no structured layers to merge")
-    chosen = match_rules(layers, dict.fromkeys(("*",) if rules is None else rules, True), "structured layer")
-    guided = [name for name in chosen if layers[name].guide is not None]
-    if guided:
-        raise ValueError(f"{guided[0]} is guided: call remove() on its Guide before merging")
+        raise ValueError(
+            f"{type(model).__name__} holds no structured layers to merge"
+            + ("; call to_linear() on a single one" if isinstance(model, StructuredLinear) else "")
+        )
+    chosen = match_patterns(layers, "*" if rules is None else rules, "structured layer")
+    _check_whole(layers, dict.fromkeys(chosen))
+    owners = _owners(model)
     made: dict[int, nn.Module] = {}
     for name in chosen:
         layer = layers[name]
         if id(layer) not in made:
+            try:
+                _check_replaceable(name, layer, owners)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
             made[id(layer)] = _restored(layer)
     structures = {name: layers[name].structure for name in chosen}
     for name in chosen:
@@ -138,8 +147,8 @@ def _structured(
             layer.load_projection(weight, bias)
         else:
             layer.reset_parameters()
-    trained = next(old.parameters()).requires_grad
-    layer.factors.requires_grad_(trained)
+    trained = old.factors if isinstance(old, StructuredLinear) else [old.get_parameter("weight")]
+    layer.factors.requires_grad_(any(p.requires_grad for p in trained))
     if layer.bias is not None and bias is not None:
         layer.bias.requires_grad_(bias.requires_grad)
     return layer.train(old.training)
@@ -167,15 +176,23 @@ def _owners(model: nn.Module) -> dict[int, list[str]]:
     return owners
 
 
+def _check_whole(layers: Mapping[str, nn.Module], chosen: Mapping[str, Structure | None]) -> None:
+    """A module under several names changes under all of them, in one way, or not at all."""
+    for name, structure in chosen.items():
+        for other, module in layers.items():
+            if module is layers[name] and (other not in chosen or chosen[other] != structure):
+                raise ValueError(
+                    f"{name} and {other} are the same module: the rules must say the same of both"
+                )
+
+
 def _check_replaceable(name: str, old: nn.Module, owners: dict[int, list[str]]) -> None:
     for parameter in old.parameters():
         others = [other for other in owners[id(parameter)] if not f"{other}.".startswith(f"{name}.")]
-        if len(owners[id(parameter)]) > 1 and others:
-            raise ValueError(
-                f"its weight is shared with {others[0]}; untie it first, or leave it out by a rule of None"
-            )
-    hooks = (old._forward_hooks, old._forward_pre_hooks, old._backward_hooks, old._backward_pre_hooks)
-    if any(hooks):
+        if others:
+            raise ValueError(f"its weight is shared with {others[0]}: untie it first, or leave the layer out")
+    kinds = ("forward", "forward_pre", "backward", "backward_pre", "state_dict", "state_dict_pre")
+    if any(getattr(old, f"_{kind}_hooks") for kind in kinds):
         raise ValueError("the layer carries hooks, which would be lost; remove them first")
     if isinstance(old, StructuredLinear) and old.guide is not None:
         raise ValueError("the layer is guided: call remove() on its Guide first")

@@ -40,6 +40,8 @@ def match_rules(names: Iterable[str], rules: Mapping[str, T], what: str) -> dict
     Raises: ValueError if a pattern decides for no name; the message lists the names there are.
     """
     names = list(names)
+    if not rules:
+        raise ValueError(f"no rules are given, so no {what} is named. There are: {_listed(names)}")
     chosen: dict[str, str] = {}
     for name in names:
         pattern = next((p for p in rules if fnmatchcase(name, p)), None)
@@ -54,6 +56,12 @@ def match_rules(names: Iterable[str], rules: Mapping[str, T], what: str) -> dict
             )
         raise ValueError(f"rule {pattern!r} matches no {what}. There are: {_listed(names)}")
     return {name: rules[pattern] for name, pattern in chosen.items()}
+
+
+def match_patterns(names: Iterable[str], patterns: Iterable[str] | str, what: str) -> list[str]:
+    """The names that any of the patterns matches; a string is one pattern. Raises: as match_rules."""
+    patterns = (patterns,) if isinstance(patterns, str) else patterns
+    return list(match_rules(names, dict.fromkeys(patterns, True), what))
 
 
 def _listed(names: list[str], most: int = 24) -> str:

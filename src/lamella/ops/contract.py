@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lamella.structures.plan import Plan, Step
 
-TOKENS = "tokens"
+TOKENS = ""  # the axis of tokens; no index has this name
 
 
 def apply(plan: Plan, x: Tensor, factors: Sequence[Tensor]) -> Tensor:

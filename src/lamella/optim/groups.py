@@ -27,9 +27,9 @@ def param_groups(
 
     Raises: ValueError if lr or weight_decay is out of range, width is needed and unknown, or nothing trains.
     """
-    if not 0 < lr < math.inf:
+    if not _is_number(lr) or not 0 < lr < math.inf:
         raise ValueError(f"lr must be a positive number, got {lr!r}")
-    if not 0 <= weight_decay < math.inf:
+    if not _is_number(weight_decay) or not 0 <= weight_decay < math.inf:
         raise ValueError(f"weight_decay must be zero or a positive number, got {weight_decay!r}")
     ratio = _width_ratio(model, base_width, width)
     groups: dict[tuple[float, bool], dict[str, Any]] = {}
@@ -75,6 +75,10 @@ def format_groups(groups: list[dict[str, Any]]) -> str:
     )
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _roles(model: nn.Module, ratio: float) -> Iterator[tuple[nn.Parameter, str, float, bool]]:
     """(parameter, what it is, learning-rate multiplier, whether it decays); embeddings first, so ties follow them."""
     modules = list(model.modules())
@@ -92,10 +96,16 @@ def _roles(model: nn.Module, ratio: float) -> Iterator[tuple[nn.Parameter, str, 
                     multiplier,
                     True,
                 )
-            if module.guide is not None:
-                yield module.guide, "guides", ratio, True
         elif isinstance(module, nn.Linear) or is_conv1d(module):
             yield module.get_parameter("weight"), "dense layers", ratio, True
+    for module in modules:
+        if isinstance(module, StructuredLinear) and module.guide is not None:
+            yield (
+                module.guide,
+                "guides",
+                ratio,
+                True,
+            )  # last, so that groups without guides are made in the same order
     for module in modules:
         is_norm = "norm" in type(module).__name__.lower()
         for parameter in module.parameters(recurse=False):

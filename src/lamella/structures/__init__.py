@@ -11,10 +11,11 @@ from lamella.structures.families import (
     Monarch,
     TensorTrain,
 )
+from lamella.structures.names import suggest
 from lamella.structures.plan import Index, Plan, Step, dense_plan, two_factor_plan
 from lamella.structures.projection import project, project_padded
 from lamella.structures.structure import Structure
-from lamella.structures.text import parse_structure, suggest
+from lamella.structures.text import parse_structure
 
 __all__ = [
     "BTT",

@@ -205,10 +205,9 @@ class Einsum(Structure):
             given = dict(self.sizes)
         except (TypeError, ValueError):
             raise ValueError(f"Einsum: sizes must map index names to sizes, got {self.sizes!r}") from None
-        for name, size in given.items():
-            _positive_int("Einsum", f"sizes[{name!r}]", size)
-        two_factor_plan(1, 1, {**given, "rho": 1})  # checks the names
-        kept = tuple(sorted((name, int(size)) for name, size in given.items() if size != 1))
+        checked = {name: _positive_int("Einsum", f"sizes[{name!r}]", size) for name, size in given.items()}
+        two_factor_plan(1, 1, checked | {"rho": 1})  # checks the names
+        kept = tuple(sorted((name, size) for name, size in checked.items() if size != 1))
         object.__setattr__(self, "sizes", kept)
 
     def _shown(self, name: str) -> Mapping[str, int]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from lamella.structures.names import suggest
+
 Holder = Literal["x", "y"] | int
 
 MAX_FACTORS = 7  # all permutations are tried once per plan: 7! = 5040
@@ -185,11 +187,12 @@ def two_factor_plan(
 
     Raises: ValueError if a name is unknown or rho exceeds min(alpha * delta, beta * epsilon).
     """
-    unknown = set(sizes) - set(TWO_FACTOR_HOLDERS)
-    if unknown:
-        raise ValueError(
-            f"unknown index {sorted(unknown)[0]!r}: a two-factor plan has {', '.join(TWO_FACTOR_HOLDERS)}"
-        )
+    for name in sizes:
+        if name not in TWO_FACTOR_HOLDERS:
+            raise ValueError(
+                f"unknown index {name!r}{suggest(str(name), TWO_FACTOR_HOLDERS)}: "
+                f"a two-factor plan has {', '.join(TWO_FACTOR_HOLDERS)}"
+            )
     full = {name: sizes.get(name, 1) for name in TWO_FACTOR_HOLDERS}
     most = min(full["alpha"] * full["delta"], full["beta"] * full["epsilon"])
     if full["rho"] > most:
@@ -235,7 +238,9 @@ def _check_hypergraph(plan: Plan) -> None:
         raise ValueError(f"index names must differ, got {names}")
     numbers: set[int] = set()
     for index in plan.indices:
-        if not isinstance(index.size, int) or index.size < 1:
+        if not isinstance(index.name, str) or not index.name:
+            raise ValueError(f"an index needs a name, got {index.name!r}")
+        if not isinstance(index.size, int) or isinstance(index.size, bool) or index.size < 1:
             raise ValueError(f"index {index.name!r} has size {index.size!r}: sizes are positive integers")
         factors = {h for h in index.holders if isinstance(h, int)}
         if index.holders - factors - {"x", "y"}:

@@ -42,9 +42,7 @@ class Structure:
 
         Raises: ValueError if the structure does not fit; the message lists what would.
         """
-        _positive_int("plan", "in_features", in_features)
-        _positive_int("plan", "out_features", out_features)
-        return _cached_plan(self, in_features, out_features)
+        return _cached_plan(self, *_shape("plan", in_features, out_features))
 
     def make_plan(self, in_features: int, out_features: int) -> Plan:
         """Choose the sizes; called once per shape."""
@@ -66,7 +64,7 @@ class Structure:
     ) -> Self:
         """The member nearest a budget, as a fraction of the dense matrix's parameters or multiply-adds.
 
-        The family's one knob moves: the rank, by multiples of `multiple_of`; num_blocks; or rho. All other
+        The family's one knob moves: the rank, by multiples of `multiple_of`; or num_blocks or rho, by ones. All other
         fields stay. With at_most (the default) the member does not exceed the budget.
 
         Raises: ValueError if no member meets it; the message names the closest.
@@ -77,7 +75,8 @@ class Structure:
         assert budget is not None
         if isinstance(budget, bool) or not (isinstance(budget, int | float) and 0 < budget < math.inf):
             raise ValueError(f"a budget is a positive fraction of the dense matrix, got {budget!r}")
-        _positive_int("at_budget", "multiple_of", multiple_of)
+        multiple_of = _positive_int("at_budget", "multiple_of", multiple_of)
+        in_features, out_features = _shape("at_budget", in_features, out_features)
         dense = in_features * out_features
 
         def cost(member: "Structure") -> float:
@@ -110,6 +109,13 @@ class Structure:
 @lru_cache(maxsize=8192)
 def _cached_plan(structure: Structure, in_features: int, out_features: int) -> Plan:
     return structure.make_plan(in_features, out_features)
+
+
+def _shape(owner: str, in_features: Any, out_features: Any) -> tuple[int, int]:
+    return (
+        _positive_int(owner, "in_features", in_features),
+        _positive_int(owner, "out_features", out_features),
+    )
 
 
 def _positive_int(owner: str, name: str, value: Any) -> int:

@@ -1,11 +1,10 @@
 """The text form of structures."""
 
 import ast
-import difflib
-from collections.abc import Iterable
 from dataclasses import fields
 
 from lamella.structures import families
+from lamella.structures.names import suggest
 from lamella.structures.structure import Structure
 
 FAMILIES: dict[str, type[Structure]] = {
@@ -28,9 +27,11 @@ def parse_structure(text: str) -> Structure:
 
     Raises: ValueError naming the unknown family or option, with the nearest known one.
     """
+    if not isinstance(text, str):
+        raise _unreadable(text)
     try:
         node = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, AttributeError, RecursionError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise _unreadable(text) from None
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
     if not isinstance(call.func, ast.Name):
@@ -51,21 +52,16 @@ def parse_structure(text: str) -> Structure:
             raise ValueError(
                 f"{text!r}: unknown option {keyword.arg!r}{suggest(str(keyword.arg), known)}; {options}"
             )
+        if keyword.arg in values:
+            raise ValueError(f"{text!r}: {keyword.arg} is given twice")
         try:
             values[keyword.arg] = ast.literal_eval(keyword.value)
-        except ValueError:
+        except (ValueError, TypeError, RecursionError, MemoryError):
             raise ValueError(f"{text!r}: {keyword.arg} must be a literal value; {options}") from None
     try:
         return family(**values)
     except TypeError as error:
         raise ValueError(f"{text!r}: {str(error).split('__init__() ')[-1]}; {options}") from None
-
-
-def suggest(given: str, known: Iterable[str]) -> str:
-    """ ", did you mean ...?" if one of the known names is close, ignoring case, else the empty string."""
-    by_lower = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(given.lower(), by_lower, n=1, cutoff=0.5)
-    return f" (did you mean {by_lower[close[0]]!r}?)" if close else ""
 
 
 def _unreadable(text: object) -> ValueError:
