@@ -62,7 +62,7 @@ def test_every_token_but_the_first_is_predicted_once(context: int) -> None:
     tokens = Tokens(ids, num_bytes=num_bytes, vocab_size=256)
     found = evaluate(model, tokens, context=context, batch_size=3)
     assert model.asked == found.tokens == 99
-    assert found.bits_per_byte == pytest.approx(8 * 99 / 100)
+    assert found.bpb == pytest.approx(8 * 99 / 100)
     assert found.perplexity == pytest.approx(256)
 
 
@@ -96,7 +96,7 @@ def test_batching_does_not_change_the_result(run: Path, inputs: dict[str, str]) 
     assert not model.training
 
 
-def test_plain_transformers_gives_the_same_bits_per_byte(run: Path, tmp_path: Path) -> None:
+def test_plain_transformers_gives_the_same_bpb(run: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(austen("test")[:6000] + "\r\nna\u00efve \u2014 end", encoding="utf-8", newline="")
     folder = tmp_path / "export"
@@ -110,8 +110,8 @@ def test_plain_transformers_gives_the_same_bits_per_byte(run: Path, tmp_path: Pa
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
     command = [sys.executable, str(tmp_path / "score.py"), str(folder), str(text)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    assert float(done.stdout) == pytest.approx(own.bits_per_byte, abs=1e-4)
-    assert evaluate_path(run, text).bits_per_byte == pytest.approx(own.bits_per_byte, abs=1e-4)
+    assert float(done.stdout) == pytest.approx(own.bpb, abs=1e-4)
+    assert evaluate_path(run, text).bpb == pytest.approx(own.bpb, abs=1e-4)
 
 
 def test_a_run_a_checkpoint_and_a_dataset_agree(run: Path, inputs: dict[str, str]) -> None:
@@ -123,7 +123,7 @@ def test_a_run_a_checkpoint_and_a_dataset_agree(run: Path, inputs: dict[str, str
         (run, inputs["data"]),
         (run, Path(inputs["data"]) / "validation.bin"),
     ):
-        assert evaluate_path(path, what).bits_per_byte == pytest.approx(found.bits_per_byte, rel=1e-6)
+        assert evaluate_path(path, what).bpb == pytest.approx(found.bpb, rel=1e-6)
     assert evaluate_path(run, inputs["data"], split="test").bytes == 3000
     assert evaluate_path(run, text, limit_tokens=50).tokens == 50
 

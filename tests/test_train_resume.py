@@ -131,6 +131,16 @@ def test_a_signal_during_the_final_evaluation_stops_at_once(
     assert digests(out) == digests(whole)
 
 
+def test_dropout_goes_on_where_it_was(base: dict[str, Any], tmp_path: Path) -> None:
+    config = json.loads((Path(base["model"]) / "config.json").read_text()) | {"residual_dropout": 0.2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = base | {"model": str(tmp_path / "config.json"), "steps": 9}
+    train(TrainConfig(**settings, out=str(tmp_path / "whole")), progress=False)
+    _die(train_runs.train_and_die, settings | {"out": str(tmp_path / "run")}, "_backward", 8)
+    _resume(settings, tmp_path / "run")
+    assert digests(tmp_path / "run") == digests(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json", "config.json"])
 @pytest.mark.parametrize("how", ["cut short", "changed", "missing"])
 def test_a_damaged_checkpoint_is_found(part: Path, file: str, how: str) -> None:
@@ -191,8 +201,8 @@ def test_an_unfinished_run_is_evaluated_by_its_newest_checkpoint(base: dict[str,
     found = evaluate_path(part, base["data"])
     assert "step-00000012 (the run is not finished)" in found.of
     guided = evaluate_path(part / "checkpoints" / "step-00000006", base["data"])
-    assert guided.bits_per_byte_structured is not None
-    assert guided.bits_per_byte_structured != guided.bits_per_byte
+    assert guided.bpb_structured is not None
+    assert guided.bpb_structured != guided.bpb
 
 
 def test_resuming_with_a_changed_configuration_lists_what_changed(base: dict[str, Any], part: Path) -> None:

@@ -25,7 +25,7 @@ The same in plain transformers, for an exported directory:
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedModel
 
+Progress = Callable[[int, int], None]
 Split = Literal["train", "validation", "test"]
 TOKENS_PER_BATCH = 8192
 
@@ -60,18 +61,18 @@ TOKENS_PER_BATCH = 8192
 class Evaluation:
     """How well a model predicts a text.
 
-    nll_nats: summed natural-log loss. tokens: predicted ones. bytes: of the text. bits_per_byte_structured: of the
-    structured layers alone, for a model that is guided. replaced_characters: how many the tokenizer could not
-    represent; None where the text itself was not given.
+    bpb: bits per byte. nll_nats: summed natural-log loss. tokens: predicted ones. bytes: of the text.
+    bpb_structured: bpb of the structured layers alone, for a model that is guided. replaced_characters: how many the
+    tokenizer could not represent; None where the text itself was not given. of: what was opened.
     """
 
-    bits_per_byte: float
+    bpb: float
     perplexity: float
     nll_nats: float
     tokens: int
     bytes: int
     context: int
-    bits_per_byte_structured: float | None = None
+    bpb_structured: float | None = None
     replaced_characters: int | None = None
     of: str = ""
 
@@ -87,12 +88,14 @@ def evaluate(
     tokenizer: "Tokenizer | None" = None,
     limit_tokens: int | None = None,
     batch_size: int | None = None,
+    progress: Progress | None = None,
 ) -> Evaluation:
     """Score a model on a text or its tokens; see the top of this file for the definition.
 
     The model's own dtype is used, so give it in float32. tokenizer: needed for a str, and with limit_tokens.
     limit_tokens: predict at most that many tokens, from the start; the bytes are then those of these tokens.
     batch_size: windows at a time, by default about 8192 tokens.
+    progress: called with (tokens predicted, tokens in all).
 
     Raises: ValueError if the text has fewer than 2 tokens or belongs to a larger vocabulary than the model's.
     """
@@ -114,13 +117,15 @@ def evaluate(
         if tokenizer is None:
             raise ValueError("give the tokenizer with limit_tokens, to count the bytes of these tokens")
         num_bytes = _bytes_of(tokenizer, tokens, limit_tokens + 1)
+    total = min(limit_tokens or tokens.num_tokens, tokens.num_tokens - 1)
     nll, predicted = _summed_loss(
         model,
         windows(tokens, context, limit_tokens),
         batch_size or max(1, TOKENS_PER_BATCH // context),
+        (lambda done: progress(done, total)) if progress is not None else (lambda done: None),
     )
     return Evaluation(
-        bits_per_byte=nll / math.log(2) / num_bytes,
+        bpb=nll / math.log(2) / num_bytes,
         perplexity=math.exp(min(nll / predicted, 700.0)),
         nll_nats=nll,
         tokens=predicted,
@@ -131,7 +136,9 @@ def evaluate(
 
 
 @torch.no_grad()
-def _summed_loss(model: nn.Module, rows: Iterator[Tensor], batch_size: int) -> tuple[float, int]:
+def _summed_loss(
+    model: nn.Module, rows: Iterator[Tensor], batch_size: int, report: Callable[[int], None]
+) -> tuple[float, int]:
     device = next(model.parameters()).device
     training = model.training
     model.eval()
@@ -143,6 +150,7 @@ def _summed_loss(model: nn.Module, rows: Iterator[Tensor], batch_size: int) -> t
             losses = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
             total += losses.double().sum().item()
             predicted += losses.numel()
+            report(predicted)
     finally:
         model.train(training)
     return total, predicted
@@ -165,6 +173,7 @@ def evaluate_path(
     split: Split = "validation",
     limit_tokens: int | None = None,
     batch_size: int | None = None,
+    progress: Progress | None = None,
 ) -> Evaluation:
     """Score a run folder, a checkpoint or an exported directory on a text file, a token file or a dataset.
 
@@ -181,13 +190,14 @@ def evaluate_path(
         "tokenizer": tokenizer,
         "limit_tokens": limit_tokens,
         "batch_size": batch_size,
+        "progress": progress,
     }
     found = asdict(evaluate(model, tokens, **options)) | {"replaced_characters": replaced, "of": of}
     guides = [m for m in model.modules() if getattr(m, "guide", None) is not None]
     if guides:
         for layer in guides:
             layer.guide_alpha.fill_(0.0)  # pyright: ignore
-        found["bits_per_byte_structured"] = evaluate(model, tokens, **options).bits_per_byte
+        found["bpb_structured"] = evaluate(model, tokens, **options).bpb
     return Evaluation(**found)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from lamella.data import Tokens
 from lamella.train.checkpoint import (
     LoopState,
     checkpoint_paths,
@@ -177,7 +178,7 @@ def _validate(run: Run, state: LoopState) -> dict[str, float]:
             context=run.batches.context,
             tokenizer=run.dataset.tokenizer,
             limit_tokens=run.config.eval_tokens,
-        ).bits_per_byte
+        ).bpb
 
     found = {"val_bpb": bpb()}
     if run.guide is not None:
@@ -206,12 +207,12 @@ def _finish(run: Run, state: LoopState, folder: RunFolder, report: Report) -> di
     """Evaluate on all of validation and test, write RUN/model, and last RUN/result.json."""
     from lamella.hub import account
 
-    def score(tokens: Any) -> Evaluation:
-        return evaluate(run.model, tokens, context=run.batches.context)
+    def score(tokens: Tokens, split: str) -> Evaluation:
+        with report.counted(f"evaluating on {split}", "tokens") as progress:
+            return evaluate(run.model, tokens, context=run.batches.context, progress=progress)
 
-    report.say("evaluating on the validation and test splits")
-    validation = score(run.dataset.validation)
-    test = None if run.dataset.test is None else score(run.dataset.test)
+    validation = score(run.dataset.validation, "validation")
+    test = None if run.dataset.test is None else score(run.dataset.test, "test")
     with staged_folder(folder.model) as aside:
         save_model(run, aside)
     counted = account(run.model, run.batches.context, activations=False)
@@ -221,9 +222,9 @@ def _finish(run: Run, state: LoopState, folder: RunFolder, report: Report) -> di
         "flops": state.flops,
         "parameters": counted.parameters,
         "ffn_parameters": counted.ffn_parameters,
-        "validation_bpb": validation.bits_per_byte,
+        "validation_bpb": validation.bpb,
         "validation_perplexity": validation.perplexity,
-        "test_bpb": None if test is None else test.bits_per_byte,
+        "test_bpb": None if test is None else test.bpb,
         "test_perplexity": None if test is None else test.perplexity,
         "best_validation_bpb": state.best_validation,
         "best_step": state.best_step,
@@ -232,8 +233,8 @@ def _finish(run: Run, state: LoopState, folder: RunFolder, report: Report) -> di
     }
     (folder.path / "stopped.json").unlink(missing_ok=True)
     folder.write_json("result.json", result)
-    test_part = "" if test is None else f", test {test.bits_per_byte:.4f}"
-    report.say(f"finished {folder.path}: validation {validation.bits_per_byte:.4f} bits per byte{test_part}")
+    test_part = "" if test is None else f", test {test.bpb:.4f}"
+    report.say(f"finished {folder.path}: validation {validation.bpb:.4f} bits per byte{test_part}")
     return result
 
 

@@ -1,7 +1,12 @@
 """What a training run shows: a bar in a terminal, plain lines elsewhere; always on stderr."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from lamella.progress import counted
 
 
 class Report:
@@ -28,6 +33,15 @@ class Report:
 
     def say(self, text: str) -> None:
         self.console.print(text)
+
+    @contextmanager
+    def counted(self, title: str, unit: str) -> Iterator[Callable[[int, int], None] | None]:
+        """A callback for other long work, see `lamella.progress.counted`; None where nothing is shown."""
+        if self.console.quiet:
+            yield None
+            return
+        with counted(title, unit) as progress:
+            yield progress
 
     def advance(self, step: int) -> None:
         if self._bar is not None:
