@@ -220,14 +220,18 @@ def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """SHA-256 (hex) of what a tokenizer does, as canonical JSON; padding and truncation are left out."""
+    """SHA-256 (hex) of what a tokenizer does, as canonical JSON.
+
+    Padding, truncation and post-processing are left out: they are no part of how text becomes tokens here, and
+    transformers changes them when it saves.
+    """
     return json_digest(tokenizer.to_str())
 
 
 def json_digest(text: str) -> str:
     """The `tokenizer_digest` of a tokenizer.json's text."""
     content = json.loads(text)
-    for setting in ("truncation", "padding"):
+    for setting in ("truncation", "padding", "post_processor"):
         content.pop(setting, None)
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()

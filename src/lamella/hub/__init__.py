@@ -1,7 +1,7 @@
 """Hugging Face models: presets, accounting, saving and loading, export. Importing this registers with transformers."""
 
 from lamella.hub.accounting import Account, LayerAccount, account, fixed_flop_ratio, format_account
-from lamella.hub.export import export
+from lamella.hub.export import export, fast_tokenizer, write_directory
 from lamella.hub.loading import load_model
 from lamella.hub.presets import PRESETS, build_model, ffn_rules, is_ffn, load_config, model_class
 from lamella.hub.quiet import no_progress_bars
@@ -15,6 +15,7 @@ __all__ = [
     "account",
     "build_model",
     "export",
+    "fast_tokenizer",
     "ffn_rules",
     "fixed_flop_ratio",
     "format_account",
@@ -23,4 +24,5 @@ __all__ = [
     "load_model",
     "model_class",
     "no_progress_bars",
+    "write_directory",
 ]

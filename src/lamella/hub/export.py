@@ -64,7 +64,7 @@ def export(
         tolerance = TOLERANCES.get(model.dtype, 1e-3)
     if not 0 < tolerance < math.inf:
         raise ValueError(f"tolerance must be a positive number, got {tolerance!r}")
-    fast = _fast_tokenizer(tokenizer, model)
+    fast = fast_tokenizer(tokenizer, model) if isinstance(tokenizer, Tokenizer) else tokenizer
 
     shipped = copy.deepcopy(model).cpu().eval()
     expected = _expected(shipped)
@@ -78,11 +78,7 @@ def export(
     except OSError as error:
         raise ValueError(f"can't write to {out.parent}: {error}") from error
     try:
-        with no_progress_bars():
-            shipped.save_pretrained(aside)
-        _widen_config(aside / "config.json")
-        if fast is not None:
-            _save_tokenizer(fast, aside)
+        write_directory(shipped, fast, aside)
         difference = _verify(aside, expected, structured and bool(layers), fast)
         if not difference <= tolerance:
             raise ValueError(
@@ -107,6 +103,18 @@ def export(
     }
 
 
+def write_directory(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: str | os.PathLike[str]
+) -> None:
+    """Write a model and its tokenizer into an existing folder, such that transformers 4.57 and 5 read both."""
+    folder = Path(folder)
+    with no_progress_bars():
+        model.save_pretrained(folder)
+    _widen_config(folder / "config.json")
+    if tokenizer is not None:
+        _save_tokenizer(tokenizer, folder)
+
+
 def _check_out(out: Path) -> None:
     if out.is_dir() and any(out.iterdir()):
         raise ValueError(f"{out} exists and is not empty: give a new directory")
@@ -114,11 +122,11 @@ def _check_out(out: Path) -> None:
         raise ValueError(f"{out} is a file: give a new directory")
 
 
-def _fast_tokenizer(
-    tokenizer: Tokenizer | PreTrainedTokenizerBase | None, model: PreTrainedModel
-) -> PreTrainedTokenizerBase | None:
-    if not isinstance(tokenizer, Tokenizer):
-        return tokenizer
+def fast_tokenizer(tokenizer: Tokenizer, model: PreTrainedModel) -> PreTrainedTokenizerFast:
+    """The tokenizer as transformers has it, for a model's context.
+
+    Raises: ValueError if it has more tokens than the model.
+    """
     vocab = tokenizer.get_vocab_size()
     if vocab > model.config.vocab_size:
         raise ValueError(

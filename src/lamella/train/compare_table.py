@@ -59,7 +59,8 @@ def markdown(document: dict[str, Any]) -> str:
     lines += [
         "",
         f"{config['steps']} dense steps of {config['batch_size']} sequences, seeds {config['seeds']}, "
-        f"lr {config['lr']:g}, tokenizer {config['tokenizer'] or 'of the data'}. Mean +- standard deviation over seeds.",
+        f"lr {config['lr']:g}, tokenizer {config['tokenizer'] or 'of the data'}. "
+        "Mean +- standard deviation over seeds.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -40,7 +40,8 @@ class TrainConfig:
         clip: The largest gradient norm; larger gradients are scaled down.
         base_width: The hidden size that `lr` was tuned at; layers of a wider model get a lower learning rate.
         eval_every: Steps between evaluations on the validation split.
-        eval_tokens: Validation tokens in each of these; the final evaluation takes all.
+        eval_tokens: Validation tokens in each of these.
+        final_eval_tokens: Tokens of each split in the evaluation at the end; by default all.
         checkpoint_every: Steps between checkpoints.
         keep_checkpoints: How many checkpoints stay.
         log_every: Steps between lines in metrics.jsonl.
@@ -77,6 +78,7 @@ class TrainConfig:
     base_width: int | None = None
     eval_every: int = 100
     eval_tokens: int = 16384
+    final_eval_tokens: int | None = None
     checkpoint_every: int = 200
     keep_checkpoints: int = 2
     log_every: int = 10
@@ -222,7 +224,7 @@ _COUNTS = (
     "keep_checkpoints",
     "log_every",
 )
-_OPTIONAL_COUNTS = ("ffn_width", "context", "base_width", "threads")
+_OPTIONAL_COUNTS = ("final_eval_tokens", "ffn_width", "context", "base_width", "threads")
 _NUMBERS = {
     "lr": ("a positive number", lambda v: v > 0),
     "clip": ("a positive number", lambda v: v > 0),

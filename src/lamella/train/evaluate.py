@@ -22,7 +22,6 @@ The same in plain transformers, for an exported directory:
     print(total / math.log(2) / len(text.encode()))
 """
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -43,6 +42,7 @@ from lamella.data import (
     open_dataset,
     read_text,
     token_bytes,
+    tokenizer_digest,
     windows,
 )
 from lamella.train.checkpoint import checkpoint_paths, latest_checkpoint, read_checkpoint
@@ -265,7 +265,7 @@ def _open_text(
 
         return _tokenized(tokenizer, austen(split), f"austen {split}")
     dataset = open_dataset(path)
-    if _encoding(dataset.tokenizer) != _encoding(tokenizer):
+    if tokenizer_digest(dataset.tokenizer) != tokenizer_digest(tokenizer):
         raise DataError(
             f"{text} was tokenised by {dataset.tokenizer_spec!r}, which is not the model's tokenizer: "
             "give the text itself"
@@ -284,12 +284,6 @@ def _tokenized(tokenizer: "Tokenizer", text: str, name: str = "the text") -> tup
     if unknown is None:
         return tokens, 0
     return tokens, max(0, int((ids == tokenizer.token_to_id(unknown)).sum()) - text.count(unknown))
-
-
-def _encoding(tokenizer: "Tokenizer") -> dict[str, Any]:
-    """What decides the ids of a text without special tokens, which transformers' post-processors add."""
-    content = json.loads(tokenizer.to_str())
-    return {k: v for k, v in content.items() if k not in ("post_processor", "truncation", "padding")}
 
 
 def _bytes_of(tokenizer: "Tokenizer", tokens: Tokens, count: int) -> int:

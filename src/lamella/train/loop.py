@@ -8,6 +8,7 @@ checkpoint.
 import math
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -204,12 +205,19 @@ def _save(run: Run, state: LoopState, folder: RunFolder) -> None:
 
 
 def _finish(run: Run, state: LoopState, folder: RunFolder, report: Report) -> dict[str, Any]:
-    """Evaluate on all of validation and test, write RUN/model, and last RUN/result.json."""
+    """Evaluate on validation and test, write RUN/model, and last RUN/result.json."""
     from lamella.hub import account
 
     def score(tokens: Tokens, split: str) -> Evaluation:
         with report.counted(f"evaluating on {split}", "tokens") as progress:
-            return evaluate(run.model, tokens, context=run.batches.context, progress=progress)
+            return evaluate(
+                run.model,
+                tokens,
+                context=run.batches.context,
+                tokenizer=run.dataset.tokenizer,
+                limit_tokens=run.config.final_eval_tokens,
+                progress=progress,
+            )
 
     validation = score(run.dataset.validation, "validation")
     test = None if run.dataset.test is None else score(run.dataset.test, "test")
@@ -238,20 +246,11 @@ def _finish(run: Run, state: LoopState, folder: RunFolder, report: Report) -> di
     return result
 
 
-def save_model(run: Run, folder: Any) -> None:
+def save_model(run: Run, folder: Path) -> None:
     """Write the model with its tokenizer in `save_pretrained` form."""
-    from transformers import PreTrainedTokenizerFast
+    from lamella.hub import fast_tokenizer, write_directory
 
-    from lamella.hub import no_progress_bars
-
-    with no_progress_bars():
-        run.model.save_pretrained(folder)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=run.dataset.tokenizer,
-        model_max_length=run.batches.context,
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.save_pretrained(folder)
+    write_directory(run.model, fast_tokenizer(run.dataset.tokenizer, run.model), folder)
 
 
 class _GradientCheck:
