@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
+# Up to this context eager attention trains faster on a CPU: 1.2-1.8x at 128 tokens, where torch's fused attention
+# spends half of the step in its bf16 backward; at 256 the fused one is ahead.
+EAGER_CONTEXT = 128
+
+
 @dataclass(kw_only=True)
 class Run:
     """What the loop works on. training_flops, guided_training_flops: per token, without and with the guide."""
@@ -102,6 +107,8 @@ def build(config: TrainConfig, dataset: Dataset, hf_config: "PreTrainedConfig", 
 
     model = initial_model(config, hf_config)
     model.to(torch.device(config.device))  # pyright: ignore
+    if model.device.type == "cpu" and (config.context or 0) <= EAGER_CONTEXT:
+        model.set_attn_implementation("eager")
     plain_flops = _training_flops(account, model, config)
     guide, guided_flops = None, plain_flops
     if guided:
