@@ -48,8 +48,7 @@ def test_characters_split_between_blocks_are_whole(tmp_path, monkeypatch):
         ("a.gz", b"plain", "not a whole gz file"),
         ("a.xz", lzma.compress(bytes(range(1, 128)) * 99)[:-30], "not a whole xz file"),
         ("a.xz", b"plain", "not a whole xz file"),
-        ("a.pdf", b"abc", "unknown extension '.pdf'"),
-        ("a", b"abc", r"unknown extension '\(none\)'"),
+        ("a.pdf", b"%PDF-1.7\n\xe2\xe3\xcf\xd3\n", "UTF-8"),
     ],
 )
 @pytest.mark.parametrize("block_bytes", [4, 1 << 20])

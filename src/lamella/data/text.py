@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import BinaryIO, cast
 
-SUFFIXES = (".txt", ".xz", ".gz")
+PACKED = {".xz": lzma.open, ".gz": gzip.open}  # a file of any other name is read as it is
 BLOCK_BYTES = 1 << 20
 CHUNK_CHARS = 32_768
 
@@ -22,24 +22,21 @@ class DataError(ValueError):
 
 
 def check_text_path(path: str | PathLike[str]) -> Path:
-    """The path of an existing .txt, .xz or .gz file.
+    """The path of an existing file.
 
-    Raises: DataError if it is missing, a folder or of another kind.
+    Raises: DataError if it is missing or a folder.
     """
     path = Path(path)
-    right = f"Give a UTF-8 text file ({', '.join(SUFFIXES)})."
+    right = "Give a UTF-8 text file, plain or packed (.xz, .gz)."
     if path.is_dir():
         raise DataError(f"{path} is a folder. {right}")
     if not path.exists():
         raise DataError(f"{path} does not exist. {right}")
-    if path.suffix.lower() not in SUFFIXES:
-        raise DataError(f"{path} has the unknown extension {path.suffix or '(none)'!r}. {right}")
     return path
 
 
 def _open(path: Path) -> BinaryIO:
-    openers = {".txt": open, ".xz": lzma.open, ".gz": gzip.open}
-    return cast(BinaryIO, openers[path.suffix.lower()](path, "rb"))
+    return cast(BinaryIO, PACKED.get(path.suffix.lower(), open)(path, "rb"))
 
 
 def iter_bytes(path: str | PathLike[str], start: int = 0, stop: int | None = None) -> Iterator[bytes]:
@@ -71,7 +68,7 @@ def iter_bytes(path: str | PathLike[str], start: int = 0, stop: int | None = Non
 
 
 def iter_text(path: str | PathLike[str], start: int = 0, stop: int | None = None) -> Iterator[str]:
-    """Blocks of about 1 MB of the text of a .txt, .xz or .gz file; line ends are kept as they are.
+    """Blocks of about 1 MB of the text of a file, plain or packed (.xz, .gz); line ends are kept as they are.
 
     start, stop: byte offsets in the unpacked text, at character boundaries.
     Raises: DataError if there is no text, or it is no UTF-8; see also `iter_bytes`.
