@@ -290,9 +290,9 @@ def test_the_text_a_tokenizer_is_trained_on_is_bounded(tmp_path, book, monkeypat
 
 
 def test_austen_opens_with_a_bpe_of_its_own_in_seconds():
-    started = time.perf_counter()
+    started = time.process_time()
     dataset = open_dataset("austen")
-    assert time.perf_counter() - started < 15  # under 2 s on an idle machine
+    assert time.process_time() - started < 15  # CPU seconds, whatever else the machine does; about 2 here
     assert dataset.tokenizer_spec == "bpe-1024"
     assert text_of(dataset, "validation") == austen("validation")
     assert dataset.test.num_bytes == len(austen("test").encode())

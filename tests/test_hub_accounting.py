@@ -163,10 +163,10 @@ def test_structured_and_dense_layers_of_one_name_are_separate_rows() -> None:
 
 
 def test_xl_is_counted_in_seconds_and_the_model_is_left_alone() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     model = build_model(load_config("xl"), "meta")
     text = format_account(account(model))
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert "1,274,138,624" in text
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
