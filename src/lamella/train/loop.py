@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from lamella.data import Tokens
+from lamella.optim import format_groups
 from lamella.train.checkpoint import (
     LoopState,
     checkpoint_paths,
@@ -70,6 +71,7 @@ def train(config: TrainConfig, *, resume: bool = False, progress: bool = True) -
                     run.guide.load_state_dict(state.guide)
                 set_random_state(state.rng)
                 report.say(f"resuming {folder.path} after step {state.step}")
+            report.say(format_groups(run.optimizer.param_groups))
             with Signals(folder, report) as signals:
                 _run_steps(run, state, folder, report, signals)
                 signals.immediate_step = state.step
