@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,8 @@ def test_a_run_is_trained_evaluated_continued_and_exported(
     text = tmp_path / "text.txt"
     text.write_text("It is a truth universally acknowledged.\n" * 20)
     capsys.readouterr()
+    assert "batch_size" in refused(capsys, "eval", str(run), "--text", str(text), "--batch-size", "-1")
+    assert "limit_tokens" in refused(capsys, "eval", str(run), "--text", str(text), "--limit-tokens", "0")
     assert main(["eval", str(run), "--text", str(text), "--json"]) == 0
     scored = last_json(capsys)
     assert 0 < scored["bpb"] < 20
@@ -115,6 +118,27 @@ def test_a_finished_run_resumed_returns_its_result_and_a_changed_option_is_named
     assert last_json(capsys)["steps"] == 8
     message = refused(capsys, "train", "--resume", str(run), "--lr", "0.5")
     assert "lr: given 0.5, stored 0.01" in message
+    message = refused(capsys, "train", "--resume", str(run), "--out", str(run.parent / "other"))
+    assert "can't be another" in message
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "the model's config.json"])
+def test_a_run_whose_settings_were_edited_is_not_resumed(
+    file: str, run: Path, inputs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(inputs["model"], tmp_path / "model")
+    settings = SETTINGS | inputs | {"steps": 8, "model": str(model), "out": str(tmp_path / "r")}
+    assert main(["train", *(f"--{name}={value}" for name, value in settings.items())]) == 0
+    (tmp_path / "r" / "result.json").unlink()
+    path = tmp_path / "r" / "config.yaml" if file == "config.yaml" else model / "config.json"
+    old, new = ("lr: 0.01", "lr: 0.02") if file == "config.yaml" else ('"gelu"', '"relu"')
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    capsys.readouterr()
+    message = refused(capsys, "train", "--resume", str(tmp_path / "r"))
+    assert "written with other settings" in message
+    assert new.split()[-1].strip('"') in message
 
 
 def test_info_is_the_same_from_a_preset_and_from_its_config_file(
@@ -155,7 +179,7 @@ def test_prepared_text_trains(
 
 BAD = [
     (["trane"], "did you mean 'train'"),
-    (["train", "--structre", "BTT()", "--out", "OUT"], "did you mean 'structure'"),
+    (["train", "--structre", "BTT()", "--out", "OUT"], "did you mean '--structure'"),
     (["train", "--structure", "LowRnk(rank=3)", "--out", "OUT"], "did you mean 'LowRank'"),
     (["train", "--structure", "LowRank(rnk=3)", "--out", "OUT"], "did you mean 'rank'"),
     (["train", "--structure", "BlockShuffle(num_blocks=5)", "--out", "OUT"], "Valid: 1, 2, 4, 8"),
@@ -174,7 +198,12 @@ BAD = [
     (["compare", "--variants", "dense", "--steps", "-3", "--out", "OUT"], "steps"),
     (["eval", "OUT", "--text", "TEXT"], "OUT"),
     (["eval", "OUT"], "text"),
+    (["info", "--strcture", "BTT()"], "did you mean '--structure'"),
     (["generate", "OUT"], "OUT"),
+    (["train", "--device", "meta", "--out", "OUT"], "device"),
+    (["train", "--ffn_width", "99999999999999999999", "--out", "OUT"], "ffn_width"),
+    (["compare", "--variants", "dense", "--guide_frac", "0.2", "--out", "OUT"], "no effect"),
+    (["bench", "--width", "16", "--tokens", "99999999999", "--rounds", "2"], "memory"),
     (["export", "OUT", "--out", "OUT2"], "OUT"),
     (["info", "--model", "xxl"], "did you mean 'xl'"),
     (["info", "--structure", "BTT(gamma=7)"], "gamma must divide"),

@@ -4,6 +4,8 @@ import doctest
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -17,6 +19,23 @@ def test_the_library_example_of_the_readme_runs_and_prints_what_it_says(capsys) 
     assert capsys.readouterr().out.strip() == said[1]
     assert int(said[2]) == 768 * 3072
     assert len(code.strip().splitlines()) <= 16
+
+
+def test_the_hugging_face_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```\n(import lamella.hub\n.*?)```", text, re.DOTALL)
+    exec(compile(code, "README.md", "exec"), {})
+    assert "lamella" in (tmp_path / "structured" / "config.json").read_text()
+    assert "lamella" not in (tmp_path / "plain" / "config.json").read_text()
+
+
+def test_the_files_that_the_readme_names_are_there_and_not_empty() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text.split("## Files")[1]
+    for name in re.findall(r"`((?:src|tests|docs)[\w/.]*)`|\]\(([\w/.]+)\)", table):
+        path = ROOT / (name[0] or name[1])
+        assert path.is_dir() or path.stat().st_size > 0, path
 
 
 def test_the_examples_of_the_documents_give_what_they_show() -> None:

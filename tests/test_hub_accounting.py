@@ -40,6 +40,14 @@ def test_ffn_parameters_of_s_are_the_papers() -> None:
     assert round(weights(counted("s", LowRank(rank=192))), 1) == 20.9
 
 
+@pytest.mark.parametrize(("tied", "millions"), [(True, 219.4), (False, 252.2)])
+def test_totals_of_the_wide_and_structured_m_are_the_papers(tied: bool, millions: float) -> None:
+    wide = {"intermediate_size": 4864, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    model = build_model(load_config("m", **wide, tie_word_embeddings=tied), "meta")
+    replace_(model, ffn_rules(model, LowRank(rank=512)))
+    assert round(account(model, activations=False).parameters / 1e6, 1) == millions
+
+
 RATIOS = [
     ("s", LowRank(rank=192), 0.301),
     ("m", LowRank(rank=256), 0.380),

@@ -104,6 +104,17 @@ def test_a_config_loads_from_a_file_or_a_directory_with_overrides(tmp_path: Path
         load_config(tmp_path, vocab_sise=96)
 
 
+def test_the_head_width_is_free(tmp_path: Path) -> None:
+    config = load_config("m", head_dim=32)
+    attention = build_model(config, "meta").model.layers[0].self_attn
+    width = 16 * 32  # heads x head_dim, half the hidden size
+    assert attention.q_proj.weight.shape == (width, 1024)
+    assert sum(p.numel() for p in attention.parameters()) == 4 * 1024 * width + 3 * width + 1024
+    load_config("tiny", head_dim=16).save_pretrained(tmp_path)
+    for saved, head_dim in ((load_config(tmp_path), 16), (load_config(tmp_path, head_dim=8), 8)):
+        assert build_model(saved, "meta").model.layers[0].self_attn.q_proj.out_features == 4 * head_dim
+
+
 def test_building_a_model_does_not_change_the_config() -> None:
     config = load_config("tiny", vocab_size=32)
     before = config.to_json_string()
@@ -118,6 +129,8 @@ def test_building_a_model_does_not_change_the_config() -> None:
         ("tiny", {"hidden_sice": 8}, "did you mean 'hidden_size'"),
         ("tiny", {"hidden_size": 0}, "hidden_size must be positive"),
         ("tiny", {"num_hidden_layers": -1}, "num_hidden_layers must be positive"),
+        ("tiny", {"head_dim": 0}, "head_dim must be positive"),
+        ("tiny", {"head_dim": 5}, "can't be a model.*even"),
         ("tiny", {"num_attention_heads": 5}, "not a multiple of num_attention_heads=5"),
     ],
 )

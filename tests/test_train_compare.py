@@ -34,7 +34,9 @@ def test_every_variant_spends_the_dense_budget_to_within_one_step(tmp_path: Path
     assert runs["LowRank(rank=8)"].config.steps > runs["dense"].config.steps == base.steps
 
 
-def test_the_planned_flops_are_those_that_training_counts(tmp_path: Path, base: TrainConfig) -> None:
+def test_the_planned_flops_are_those_that_training_counts(
+    tmp_path: Path, base: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     planned = config(tmp_path / "c", base, export="LowRank(rank=8)", prompt="It was ")
     document = compare(planned, progress=False)
     rows = {row["variant"]: row for row in document["variants"]}
@@ -53,6 +55,7 @@ def test_the_planned_flops_are_those_that_training_counts(tmp_path: Path, base: 
     assert json.loads((tmp_path / "c" / "export" / "config.json").read_text())["model_type"]
     assert document["sample"].startswith("It was ")
 
+    first = json.loads((tmp_path / "c" / "export.json").read_text())
     trained = []
     real = compare_module.train
 

@@ -68,8 +68,8 @@ def _prepare(
         tokenizer: char (96 characters), byte, or bpe-N, trained on the text
         validation_files: text for validation; else the end of the text
         test_files: text for the test split; else the part before that
-        validation_frac: fraction of the text kept for validation
-        test_frac: fraction kept for the test
+        validation_frac: fraction of the text kept for validation, by default 0.01
+        test_frac: fraction kept for the test, by default 0.01
         overwrite: replace a finished dataset at `out`
     """
     from lamella.data import prepare
@@ -102,12 +102,17 @@ def _eval(run: str, text: str, limit_tokens: int | None = None, batch_size: int 
         limit_tokens: score only the first so many tokens
         batch_size: windows at a time
     """
+    from lamella.progress import counted
     from lamella.train import evaluate_path
 
-    result = evaluate_path(run, text, limit_tokens=limit_tokens, batch_size=batch_size)
-    document = result.to_json()
-    print("  ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in document.items()))
-    return document
+    with counted("evaluating", "tokens") as progress:
+        result = evaluate_path(run, text, limit_tokens=limit_tokens, batch_size=batch_size, progress=progress)
+    print(f"{result.bpb:.4f} bits per byte, perplexity {result.perplexity:.2f} on {result.tokens:,} tokens")
+    if result.bpb_structured is not None:
+        print(f"{result.bpb_structured:.4f} bits per byte of the structured layers alone, without the guide")
+    if result.replaced_characters:
+        print(f"{result.replaced_characters:,} characters are not in the vocabulary and were replaced")
+    return result.to_json()
 
 
 def _generate(
@@ -202,7 +207,10 @@ def _bench(
         rounds=rounds,
     )
     what = "forward and backward" if backward else "forward"
-    print(f"{what}, {tokens} tokens, {dtype}, {machine()}")
+    about = machine()
+    print(
+        f"{what}, {tokens} tokens, {dtype}, {about['threads']} threads, {about['cpu']}, torch {about['torch']}"
+    )
     print("| structure | shape | parameters | multiply-adds | speed-up | eff | spread |")
     print("|---|---|---|---|---|---|---|")
     for t in timings:
@@ -211,7 +219,13 @@ def _bench(
             f"| {t.multiply_adds_frac:.1%} | {t.speed_up:.2f}x{'' if t.faster else ' (slower here)'} "
             f"| {t.eff:.2f} | {t.spread:.0%} |"
         )
-    return {"machine": machine(), "timings": to_rows(timings)}
+    for text in structures:
+        if not any(t.structure == repr(parse_structure(text)) for t in timings):
+            print(f"{text} fits neither {width} -> {4 * width} nor {4 * width} -> {width}: not timed")
+    print(
+        "eff: speed-up / (dense multiply-adds / structured). spread: between the quartiles of the speed-up."
+    )
+    return {"machine": about, "timings": to_rows(timings)}
 
 
 @dataclass(frozen=True)
@@ -244,14 +258,19 @@ def _declare_train(parser: ArgumentParser, argv: list[str]) -> None:
     folder = next((argv[k + 1] for k, word in enumerate(argv[:-1]) if word == "--resume"), None)
     folder = next((word.removeprefix("--resume=") for word in argv if word.startswith("--resume=")), folder)
     if folder is not None:  # options that differ from the run's own are then seen, and refused
-        parser.set_defaults(read_config(folder) | {"out": folder})
+        stored = TrainConfig.from_dict(read_config(folder), folder)
+        parser.set_defaults(stored.to_dict() | {"out": folder})
 
 
 def _run_train(values: dict[str, Any]) -> Document:
     from lamella.train import TrainConfig, train
 
-    resume = values.pop("resume") is not None
-    return train(TrainConfig(**values), resume=resume)
+    folder = values.pop("resume")
+    if folder is not None and Path(folder) != Path(values["out"]):
+        raise ValueError(
+            f"--resume {folder} continues that run in its folder, so --out {values['out']} can't be another"
+        )
+    return train(TrainConfig(**values), resume=folder is not None)
 
 
 def _declare_compare(parser: ArgumentParser, argv: list[str]) -> None:
@@ -290,19 +309,24 @@ VERBS = {
 class _Parser(ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> typing.NoReturn:
         unknown = re.search(r"(?:unrecognized arguments: --|key ['\"]?)([\w-]+)", message)
-        known = [
-            o.removeprefix("--") for o in self._option_string_actions if o.startswith("--") and "+" not in o
-        ]
-        hint = suggest(unknown[1].replace("-", "_"), known) if unknown and unknown[1] not in known else ""
+        known = [o for o in self._option_string_actions if o.startswith("--") and "+" not in o]
+        given = f"--{unknown[1].replace('-', '_')}" if unknown else None
+        hint = suggest(given, known) if given and given not in known else ""
         sys.stderr.write(f"{self.prog}: {message.strip()}{hint}\nSee {self.prog} --help\n")
         raise SystemExit(2)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one verb; returns the exit code: 0, 2 for bad input, 130 or 143 after Ctrl-C or SIGTERM."""
+    """Run one verb; returns the exit code.
+
+    0; 1 if a compared variant failed; 2 for bad input; 130 or 143 after Ctrl-C or SIGTERM.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
-        print("usage: lamella VERB [options]      lamella VERB --help\n")
+        print("usage: lamella VERB [options]      lamella VERB --help")
+        print(
+            "Flags may stand alone (--guide), lists are separated by spaces, - and _ in names are the same.\n"
+        )
         print("\n".join(f"  {name:<10}{verb.help}" for name, verb in VERBS.items()))
         return 0 if argv else 2
     if argv[0] in ("--version", "-V"):
@@ -316,8 +340,22 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         return _run(name, VERBS[name], argv[1:])
-    except (ValueError, OSError, ImportError) as error:
-        sys.stderr.write(f"lamella {name}: {error}\n")
+    except (ValueError, OSError, ImportError, MemoryError) as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name in (
+            "transformers",
+            "tokenizers",
+            "matplotlib",
+        )
+        hint = "; install it with: pip install 'lamella[lm]'" if missing else ""
+        sys.stderr.write(f"lamella {name}: {error}{hint}\n")
+        return 2
+    except RuntimeError as error:
+        if not any(
+            word in str(error) for word in ("can't allocate memory", "not enough memory", "out of memory")
+        ):
+            raise
+        first = str(error).splitlines()[0]
+        sys.stderr.write(f"lamella {name}: not enough memory for these sizes ({first})\n")
         return 2
 
 
@@ -335,7 +373,7 @@ def _run(name: str, verb: Verb, argv: list[str]) -> int:
         return getattr(stop, "exit_code", 130)
     if as_json:
         print(json.dumps(document, default=_plain))
-    return 0
+    return 1 if document.get("failed") else 0
 
 
 def _spelled_out(argv: list[str], parser: ArgumentParser, positional: str | None) -> list[str]:

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -118,11 +119,18 @@ def interleaved(runners: dict[str, Callable[[], object]], rounds: int) -> dict[s
 def machine() -> dict[str, object]:
     """What the timings were taken on."""
     return {
-        "cpu": platform.processor() or platform.machine(),
+        "cpu": _cpu(),
         "bf16_matrix_unit": torch.cpu._is_amx_tile_supported(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")  # Linux
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def to_rows(timings: list[Timing]) -> list[dict[str, object]]:

@@ -46,16 +46,14 @@ def activation_bytes(model: PreTrainedModel, context: int) -> dict[str, int] | N
         hooks.append(module.register_forward_hook(leave))
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            state = {
-                name: _fake(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())
-            }
+            state = _fakes(model)
             seen.update(tensor.untyped_storage()._cdata for tensor in state.values())
             ids = torch.zeros(1, context, dtype=torch.long)
             options = {"input_ids": ids, **_through_cache(model)}
             if model.can_generate():
                 options["labels"] = ids
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                torch.func.functional_call(model, state, args=(), kwargs=options)
+                torch.func.functional_call(model, state, args=(), kwargs=options, tie_weights=False)
     except (RuntimeError, TypeError, ValueError):
         return None
     finally:
@@ -79,6 +77,23 @@ def _through_cache(model: PreTrainedModel) -> dict[str, Any]:
     accepted = inspect.signature(model.forward).parameters
     name = next((n for n in ("cache", "past_key_values") if n in accepted), None)
     return {} if name is None else {name: _Through(), "use_cache": True}
+
+
+def _fakes(model: nn.Module) -> dict[str, Tensor]:
+    """Fake tensors in place of a model's own, a tied one under all its names.
+
+    A module with several names, such as a list of factors that layers share, comes under its first alone:
+    functional_call would otherwise put it back wrongly, and leave fakes in the model.
+    """
+    fakes: dict[int, Tensor] = {}
+    state: dict[str, Tensor] = {}
+    for module_name, module in model.named_modules():
+        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        for name, tensor in own:
+            if id(tensor) not in fakes:
+                fakes[id(tensor)] = _fake(tensor)
+            state[f"{module_name}.{name}" if module_name else name] = fakes[id(tensor)]
+    return state
 
 
 def _fake(tensor: Tensor) -> Tensor:

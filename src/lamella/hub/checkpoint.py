@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -33,8 +33,10 @@ def stored_shapes(files: Iterable[str]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_factors(model: PreTrainedModel, files: Iterable[str]) -> None:
+def check_factors(model: PreTrainedModel, files: Iterable[str], shared: Collection[str] = ()) -> None:
     """Check that the files hold exactly the factors and biases of the model's structured layers.
+
+    shared: names that stand for a parameter stored by another name; the files must not hold them.
 
     Raises: ValueError naming the missing, extra and misshapen keys.
     """
@@ -42,6 +44,7 @@ def check_factors(model: PreTrainedModel, files: Iterable[str]) -> None:
         f"{name}.{key}": tuple(value.shape)
         for name, layer in structured_layers(model).items()
         for key, value in layer.state_dict().items()
+        if f"{name}.{key}" not in shared
     }
     layers = tuple(f"{name}." for name in structured_layers(model))
     prefix = f"{model.base_model_prefix}."

@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from lamella.hub import verify_export
 from lamella.hub.quiet import no_progress_bars
+from lamella.hub.sharing import unshare_
 from lamella.nn import merge_, structured_layers
 
 # Largest absolute logit difference accepted, by the dtype of the weights: merging rounds each entry of a product once.
@@ -69,6 +70,7 @@ def export(
     shipped = copy.deepcopy(model).cpu().eval()
     expected = _expected(shipped)
     if layers and not structured:
+        unshare_(shipped)  # what is merged is shared no more
         merge_(shipped)
     if fast is not None:
         _set_special_tokens(shipped, fast)

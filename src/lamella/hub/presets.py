@@ -10,11 +10,12 @@ from typing import Any, cast
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Starcoder2Config
 
-from lamella.hub.saving import take_structures
-from lamella.nn import linear_layers, replace_
+from lamella.hub.saving import build_structures_, take_structures
+from lamella.nn import linear_layers
 from lamella.structures import Structure, suggest
 
 
@@ -70,7 +71,11 @@ def load_config(name_or_path: str | os.PathLike[str], **overrides: Any) -> PreTr
     path = Path(name_or_path)
     if str(name_or_path) in PRESETS:
         fields: dict[str, Any] = _PAPER | PRESETS[str(name_or_path)]
-        config = Starcoder2Config(**fields | _known(overrides, Starcoder2Config(**fields)))
+        known = _known(overrides, Starcoder2Config(**fields))
+        try:
+            config = Starcoder2Config(**fields | known)
+        except StrictDataclassError as error:
+            raise ValueError(f"these sizes can't be a model: {error}") from error
     elif path.exists():
         config = _from_file(path, {})
         if overrides:
@@ -92,11 +97,10 @@ def build_model(
     The class is the one in `config.architectures`, else the causal language model of the config's family, else
     its bare model. The config is not modified. On the meta device the model can be counted but not run.
     """
-    config, structures = take_structures(copy.deepcopy(config))
+    config, ours = take_structures(copy.deepcopy(config))
     with torch.device(device or "cpu"):
         model = model_class(config)._from_config(config, dtype=dtype or config.dtype or torch.float32)
-        if structures:
-            replace_(model, structures)
+        build_structures_(model, ours)
     return model
 
 
@@ -165,8 +169,12 @@ def ffn_rules(
     return rules
 
 
+# Fields that a family's model reads, and its config keeps, but that its config class doesn't declare.
+_UNDECLARED: dict[str, set[str]] = {"starcoder2": {"head_dim"}}
+
+
 def _known(overrides: Mapping[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
-    known = {*config.to_dict(), *config.attribute_map}
+    known = {*config.to_dict(), *config.attribute_map, *_UNDECLARED.get(config.model_type, ())}
     for name in overrides:
         if name not in known:
             raise ValueError(f"{config.model_type} has no config field {name!r}{suggest(name, known)}")
@@ -179,7 +187,7 @@ def _from_file(path: Path, overrides: dict[str, Any]) -> PreTrainedConfig:
         raise ValueError(f"{path} is not a model directory: it has no config.json")
     try:
         return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False, **overrides)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ValueError(
             f"{file} is not a config that transformers {transformers.__version__} can read: {error}"
         ) from error
@@ -193,6 +201,7 @@ _SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
     "max_position_embeddings",
+    "head_dim",
 )
 
 

@@ -6,6 +6,7 @@ the weights load into the factors. Nothing is quantised: every flag that says so
 """
 
 import copy
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,15 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lamella.hub.checkpoint import check_factors
-from lamella.nn import StructuredLinear, add_listener, replace_, structured_layers
+from lamella.hub.sharing import (
+    check_shared,
+    declared,
+    in_model,
+    layers_by_every_name,
+    share_,
+    shared_parameters,
+)
+from lamella.nn import StructuredLinear, add_listener, replace_
 from lamella.structures import Structure, parse_structure
 
 METHOD = "lamella"
@@ -28,8 +37,10 @@ FORMAT_VERSION = 1
 class LamellaConfig(QuantizationConfigMixin):
     """The structures of a model, as its config.json keeps them.
 
-    layers: full layer name -> the structure's text form. inner: the quantization_config the model had besides, if
-    any. The class of a replaced layer needs no record: the model's own code makes it before it is replaced.
+    layers: full layer name -> the structure's text form. shared: name of a parameter that isn't stored -> name of
+    the one it is, of layers that share factors; absent from the file where none do. inner: the quantization_config
+    the model had besides, if any. The class of a replaced layer needs no record: the model's own code makes it before
+    it is replaced.
 
     Raises: ValueError for a newer format version or an entry that can't be read.
     """
@@ -37,6 +48,7 @@ class LamellaConfig(QuantizationConfigMixin):
     quant_method: str = METHOD
     format_version: int = FORMAT_VERSION
     layers: dict[str, str] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
     inner: Any = None
 
     def __post_init__(self) -> None:
@@ -46,10 +58,14 @@ class LamellaConfig(QuantizationConfigMixin):
                 f"{FORMAT_VERSION}: upgrade lamella"
             )
         self.structures()
+        try:
+            check_shared(self.shared, self.layers)
+        except ValueError as error:
+            raise ValueError(f"quantization_config of method {METHOD!r}: {error}") from None
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        unknown = set(config_dict) - {"quant_method", "format_version", "layers", "inner"}
+        unknown = set(config_dict) - {"quant_method", "format_version", "layers", "shared", "inner"}
         if unknown and config_dict.get("format_version") == FORMAT_VERSION:
             raise ValueError(
                 f"quantization_config of method {METHOD!r} has unknown entries {sorted(unknown)}"
@@ -69,6 +85,8 @@ class LamellaConfig(QuantizationConfigMixin):
             "format_version": self.format_version,
             "layers": dict(self.layers),
         }
+        if self.shared:
+            plain["shared"] = dict(self.shared)
         if self.inner is not None:
             plain["inner"] = self.inner.to_dict() if hasattr(self.inner, "to_dict") else dict(self.inner)
         return plain
@@ -87,15 +105,22 @@ class LamellaQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> PreTrainedModel:
-        rules = names_in_model(self.quantization_config.structures(), model)
+        structures = self.quantization_config.structures()
+        names = names_in_model(structures, model)
+        rules = {present: structures[name] for name, present in names.items()}
         if rules:
             replace_(model, rules, init="mup")  # on the meta device nothing is drawn
         for name in rules:
             # Some models initialise a child's `weight` from its parent (GPT-2 its c_proj); these come from the files.
             for part in (name, name.rpartition(".")[0]):
                 model.get_submodule(part).__dict__["_is_hf_initialized"] = True
+        shared = in_model(self.quantization_config.shared, names)
+        share_(model, shared)
+        model.all_tied_weights_keys.update(
+            shared
+        )  # transformers ties them once more when the weights are there
         if checkpoint_files is not None:
-            check_factors(model, [str(file) for file in checkpoint_files])
+            check_factors(model, [str(file) for file in checkpoint_files], shared)
         if self.inner is not None:
             self.inner.preprocess_model(model, checkpoint_files=checkpoint_files, **kwargs)
         return model
@@ -169,19 +194,27 @@ class GuidedModel(HfQuantizer):
         return True
 
 
-def take_structures(config: PreTrainedConfig) -> tuple[PreTrainedConfig, dict[str, Structure]]:
-    """Take lamella's part out of a config, in place; returns the config and the structures that part named."""
+def take_structures(config: PreTrainedConfig) -> tuple[PreTrainedConfig, LamellaConfig]:
+    """Take lamella's part out of a config, in place; returns the config and that part, which may be empty."""
     ours = getattr(config, "quantization_config", None)
     if isinstance(ours, Mapping) and ours.get("quant_method") == METHOD:
         ours = LamellaConfig.from_dict(dict(ours))
     if not isinstance(ours, LamellaConfig):
-        return config, {}
+        return config, LamellaConfig()
     _set_or_drop(config, ours.inner)
-    return config, ours.structures()
+    return config, ours
 
 
-def names_in_model(structures: Mapping[str, Structure], model: PreTrainedModel) -> dict[str, Structure]:
-    """The structures by the layers' names in this model, which may lack or add the base model's prefix.
+def build_structures_(model: nn.Module, ours: LamellaConfig) -> None:
+    """Give a freshly built model the structures of its config, and what they share."""
+    if ours.layers:
+        replace_(model, ours.structures())
+        share_(model, ours.shared)
+        _record(model)
+
+
+def names_in_model(structures: Mapping[str, Structure], model: PreTrainedModel) -> dict[str, str]:
+    """{layer's name: its name in this model}, which may lack or add the base model's prefix.
 
     Layers of a head that this class doesn't have are left out when it is another class than the one saved.
 
@@ -189,12 +222,12 @@ def names_in_model(structures: Mapping[str, Structure], model: PreTrainedModel) 
     """
     modules = dict(model.named_modules())
     prefix = f"{model.base_model_prefix}."
-    found: dict[str, Structure] = {}
+    found: dict[str, str] = {}
     absent = []
-    for name, structure in structures.items():
+    for name in structures:
         present = next((n for n in (name, prefix + name, name.removeprefix(prefix)) if n in modules), None)
         if present is not None:
-            found[present] = structure
+            found[name] = present
         elif name.startswith(prefix) or type(model).__name__ in (model.config.architectures or ()):
             absent.append(name)
     if absent:
@@ -219,7 +252,7 @@ def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def _record_one(model: Any) -> None:
-    layers = structured_layers(model)
+    layers = layers_by_every_name(model)
     standing = getattr(model, "hf_quantizer", None)
     guided = next((name for name, layer in layers.items() if layer.guide is not None), None)
     if guided is not None and not isinstance(standing, GuidedModel):
@@ -238,7 +271,9 @@ def _record_one(model: Any) -> None:
     if not isinstance(had, LamellaConfig):
         _own_config(model)
     texts = {name: repr(layer.structure) for name, layer in layers.items()}
-    model.config.quantization_config = LamellaConfig(layers=texts, inner=inner)
+    model.config.quantization_config = LamellaConfig(
+        layers=texts, shared=shared_parameters(model), inner=inner
+    )
 
 
 def _own_config(model: PreTrainedModel) -> None:
@@ -258,6 +293,23 @@ def _set_or_drop(config: Any, inner: Any) -> None:
         del config.quantization_config
 
 
+def _saving_what_is_shared(save_pretrained: Any) -> Any:
+    """save_pretrained that knows of shared factors. Layers come to share them without a word to anyone, and
+    transformers writes the config first, so there is no later moment to look."""
+
+    @functools.wraps(save_pretrained)
+    def save(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        shared = shared_parameters(self)
+        ours = getattr(self.config, "quantization_config", None)
+        if shared != (ours.shared if isinstance(ours, LamellaConfig) else {}):
+            _record(self)
+        with declared(self, shared):
+            return save_pretrained(self, *args, **kwargs)
+
+    return save
+
+
+PreTrainedModel.save_pretrained = _saving_what_is_shared(PreTrainedModel.save_pretrained)
 register_quantization_config(METHOD)(LamellaConfig)
 register_quantizer(METHOD)(LamellaQuantizer)
 add_listener(_record)

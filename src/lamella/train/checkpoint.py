@@ -84,6 +84,15 @@ class Checkpoint:
         if optimizer is not None:
             self._restore_optimizer(model, optimizer)
 
+    def model_differences(self, model: nn.Module) -> dict[str, tuple[Any, Any]]:
+        """{field: (the model's, the checkpoint's)} where the Hugging Face configs differ."""
+        now, then = (
+            json.loads(_model_config(model)),
+            json.loads((self.path / "config.json").read_text("utf-8")),
+        )
+        names = (now.keys() | then.keys()) - {"transformers_version"}
+        return {n: (now.get(n), then.get(n)) for n in sorted(names) if now.get(n) != then.get(n)}
+
     def _restore_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         parameters = dict(model.named_parameters())
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -4,6 +4,8 @@ Every variant gets the training FLOPs of the dense model at its `steps` (or its 
 and the same start for the weights it shares with the dense model. Each (variant, seed) is an ordinary run folder.
 """
 
+import json
+import os
 import re
 import statistics
 import traceback
@@ -17,7 +19,7 @@ from lamella.structures import parse_structure, suggest
 from lamella.train.compare_table import write_tables
 from lamella.train.config import TrainConfig
 from lamella.train.evaluate import model_context, open_model
-from lamella.train.folder import RunError, RunFolder, write_atomic
+from lamella.train.folder import TMP, RunError, RunFolder, discard, read_config, write_atomic
 from lamella.train.generate import decode_speed, generate
 from lamella.train.interrupts import Interrupted
 from lamella.train.loop import train
@@ -86,6 +88,10 @@ class CompareConfig:
             raise ValueError(f"export={self.export!r} is none of the variants {', '.join(names)}")
         if self.all_blocks and all(n in ("dense", "narrow") for n in names):
             raise ValueError("all_blocks has no effect without a structured variant")
+        if not any(name.endswith("+guide") for name in names):
+            for name, default in (("guide_frac", 0.5), ("guide_schedule", "cosine")):
+                if getattr(self, name) != default:
+                    raise ValueError(f"{name}={getattr(self, name)!r} has no effect without a +guide variant")
         object.__setattr__(self, "variants", names)
 
 
@@ -158,7 +164,9 @@ def _train_all(
                 f"[{number}/{len(runs)}] {label}: {run.config.steps} steps, {run.flops:.3g} FLOPs", flush=True
             )
         try:
-            results.append((run, train(run.config, resume=True, progress=progress)))
+            result = train(run.config, resume=True, progress=progress)
+            open_model(run.config.out)  # a finished run may have been damaged since
+            results.append((run, result))
         except Interrupted as stop:
             message = f"{stop}\nOr run the same lamella compare again: it goes on there."
             raise Interrupted(message, stop.signum) from None
@@ -281,7 +289,7 @@ def _check_same_comparison(out: Path, config: CompareConfig) -> None:
 
     stored, file = _stored(config), out / "compare.yaml"
     if file.exists():
-        before = yaml.safe_load(file.read_text(encoding="utf-8"))
+        before = read_config(out, "compare.yaml")
         differs = [
             f"{name}: given {stored.get(name)!r}, stored {before.get(name)!r}"
             for name in stored | before
@@ -368,13 +376,21 @@ def _ship(
     if not chosen:
         raise RunError(f"{config.export} failed, so there is nothing to export")
     run, _ = min(chosen, key=lambda pair: pair[1]["validation_bpb"])
-    folder = Path(config.out) / "export"
+    out = Path(config.out)
+    folder, record = out / "export", out / "export.json"
+    of = {"variant": run.variant, "seed": run.config.seed}
     model, tokenizer, _ = open_model(run.config.out)
-    report = {"path": str(folder), "note": "was there already"}
-    if not folder.exists():
-        report = export(model, tokenizer, folder)
+    report = json.loads(record.read_text(encoding="utf-8")) if record.exists() and folder.exists() else {}
+    if report.get("of") != of:
+        record.unlink(missing_ok=True)
+        aside = out / f"{TMP}export"
+        discard(aside)
+        report = export(model, tokenizer, aside) | {"path": str(folder), "of": of}
+        discard(folder)
+        os.rename(aside, folder)
+        write_atomic(record, json.dumps(report, indent=1).encode())
     sample = generate(model, config.prompt, tokenizer=tokenizer, max_new_tokens=120)
-    write_atomic(Path(config.out) / "sample.txt", (config.prompt + sample).encode())
+    write_atomic(out / "sample.txt", (config.prompt + sample).encode())
     if progress:
         difference = report.get("max_logit_difference")
         checked = (

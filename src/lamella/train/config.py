@@ -241,7 +241,7 @@ def _check(name: str, value: Any, holds: bool, right: str) -> None:
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and value < 2**63
 
 
 def _is_number(value: Any) -> bool:

@@ -99,6 +99,9 @@ def evaluate(
 
     Raises: ValueError if the text has fewer than 2 tokens or belongs to a larger vocabulary than the model's.
     """
+    for name, value in (("limit_tokens", limit_tokens), ("batch_size", batch_size), ("context", context)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError(f"{name}={value!r}: it must be a positive whole number")
     replaced = None
     if isinstance(text, str):
         if tokenizer is None:

@@ -111,14 +111,16 @@ class RunFolder:
     @property
     def result(self) -> dict[str, Any] | None:
         """The result of a finished run."""
-        file = self.path / "result.json"
-        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+        return self.read_json("result.json") if (self.path / "result.json").exists() else None
 
     def read_json(self, name: str) -> dict[str, Any]:
         try:
-            return json.loads((self.path / name).read_text(encoding="utf-8"))
+            content = json.loads((self.path / name).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise RunError(f"{self.path / name} can't be read: {error}") from None
+        if not isinstance(content, dict) or not content:
+            raise RunError(f"{self.path / name} is damaged: it holds {content!r}")
+        return content
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         write_atomic(self.path / name, json.dumps(content, indent=1).encode() + b"\n")
@@ -170,14 +172,14 @@ class LineLog:
         self._file.close()
 
 
-def read_config(run: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of a run folder's config.yaml.
+def read_config(run: str | os.PathLike[str], name: str = "config.yaml") -> dict[str, Any]:
+    """The content of a run folder's config.yaml, or of a comparison's compare.yaml.
 
     Raises: RunError if there is none or it can't be read.
     """
-    file = Path(run) / "config.yaml"
+    file = Path(run) / name
     if not file.is_file():
-        raise RunError(f"{run} is not a run folder: it has no config.yaml")
+        raise RunError(f"{run} is not a run folder: it has no {name}")
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -184,7 +184,12 @@ def _check(max_new_tokens: Any, temperature: Any, top_p: Any, seed: Any) -> None
             whole(max_new_tokens) and max_new_tokens > 0,
             "a positive whole number",
         ),
-        ("temperature", temperature, number(temperature) and temperature >= 0, "zero or a positive number"),
+        (
+            "temperature",
+            temperature,
+            number(temperature) and (temperature == 0 or temperature >= 1e-3),
+            "zero, or at least 0.001",
+        ),
         ("top_p", top_p, number(top_p) and 0 < top_p <= 1, "above 0 and at most 1"),
         ("seed", seed, whole(seed) and 0 <= seed < 2**63, "a whole number from 0 on"),
     ]

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from lamella.data import Tokens
 from lamella.optim import format_groups
 from lamella.train.checkpoint import (
+    Checkpoint,
     LoopState,
     checkpoint_paths,
     latest_checkpoint,
@@ -34,6 +35,9 @@ from lamella.train.setup import Run, build, environment, factor_parameters, pinn
 GRADIENT_CHECK_STEPS = (
     3  # a last factor that starts at zero lets the others have gradients from the second step on
 )
+
+
+DEFAULT_LR = TrainConfig(out="-").lr
 
 
 class NonFiniteLoss(ValueError):
@@ -66,6 +70,7 @@ def train(config: TrainConfig, *, resume: bool = False, progress: bool = True) -
             guided = config.guide if checkpoint is None else state.guide is not None
             run = build(config, dataset, hf_config, guided)
             if checkpoint is not None:
+                _check_same_settings(checkpoint, config, run)
                 checkpoint.restore(run.model, run.optimizer)
                 if run.guide is not None and state.guide is not None:
                     run.guide.load_state_dict(state.guide)
@@ -327,6 +332,19 @@ def _begin(
     (folder.path / "stopped.json").unlink(missing_ok=True)
 
 
+def _check_same_settings(checkpoint: Checkpoint, config: TrainConfig, run: Run) -> None:
+    """The run folder's files, or the model's own config, may have been edited since the checkpoint was written."""
+    changed = config.differences(checkpoint.config)
+    changed |= {
+        f"model config {name}": pair for name, pair in checkpoint.model_differences(run.model).items()
+    }
+    if changed:
+        listed = "; ".join(f"{n}: now {now!r}, then {then!r}" for n, (now, then) in changed.items())
+        raise RunError(
+            f"{checkpoint.path} was written with other settings ({listed}): restore them, or start a new run"
+        )
+
+
 def _non_finite(
     folder: RunFolder, config: TrainConfig, step: int, loss: float, grad_norm: float
 ) -> NonFiniteLoss:
@@ -335,7 +353,8 @@ def _non_finite(
     )
     message = (
         f"step {step}: the loss is {loss} and the gradient norm {grad_norm}; {saved}. Resuming would repeat this: "
-        f"start a new run with a lower learning rate, such as lr={config.lr / 3:.1e}, or a longer warm-up"
+        f"start a new run with a lower learning rate, such as lr={min(config.lr / 3, DEFAULT_LR):.1e}, or a longer "
+        "warm-up"
     )
     folder.write_json("stopped.json", {"status": "non-finite loss", "step": step, "message": message})
     return NonFiniteLoss(message)

@@ -242,7 +242,9 @@ def _device(given: str) -> torch.device:
     try:
         device = torch.device(given)
     except RuntimeError:
-        raise ValueError(f"device={given!r}: it must be cpu, cuda, cuda:N or auto") from None
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={given!r}: it must be cpu, cuda, cuda:N or auto")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device={given!r}: this machine has {torch.cuda.device_count()} CUDA devices")
     return device
