@@ -64,13 +64,12 @@ def test_the_planned_flops_are_those_that_training_counts(
             trained.append(config.out)
         return real(config, **options)
 
-    compare_module.train = counting
-    try:
-        again = compare(
-            config(tmp_path / "c", base, seeds=[0, 1], variants=[*VARIANTS, "BTT()"]), progress=False
-        )
-    finally:
-        compare_module.train = real
+    monkeypatch.setattr(compare_module, "train", counting)
+    wider = {"seeds": [0, 1], "variants": [*VARIANTS, "BTT()"], "export": "BTT()"}
+    again = compare(config(tmp_path / "c", base, **wider), progress=False)
+    assert again["export"]["of"]["variant"] == "BTT()"
+    assert again["export"]["parameters"] == first["parameters"]  # merged, both are dense
+    assert sorted(p.name for p in (tmp_path / "c").glob(".*")) == [".lock"]
     assert len(trained) == len(VARIANTS) + 2  # seed 1 of all, and BTT; no finished run again
     assert again["variants"][0]["validation_bpb_std"] is not None
 
