@@ -1,5 +1,12 @@
 """Hugging Face models: presets, accounting, saving and loading, export. Importing this registers with transformers."""
 
+try:
+    import transformers  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "transformers":
+        raise
+    raise ImportError("lamella.hub needs transformers: pip install 'lamella[lm]'") from error
+
 from lamella.hub.accounting import Account, LayerAccount, account, fixed_flop_ratio, format_account
 from lamella.hub.export import export, fast_tokenizer, write_directory
 from lamella.hub.loading import load_model
