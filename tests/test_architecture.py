@@ -21,7 +21,8 @@ BELOW["optim"] = BELOW["health"] = BELOW["nn"] | {"nn"}
 BELOW["hub"] = BELOW["nn"] | {"nn", "optim", "health", "data"}
 BELOW["train"] = BELOW["bench"] = BELOW["hub"] | {"hub", "progress"}
 BELOW["scaling"] = BELOW["search"] = BELOW["train"] | {"train", "bench"}
-BELOW["cli"] = BELOW["scaling"] | {"scaling", "search"}
+BELOW["verbs"] = BELOW["scaling"] | {"scaling", "search"}
+BELOW["cli"] = BELOW["verbs"] | {"verbs"}
 BELOW["__main__"] = BELOW["cli"] | {"cli"}
 BELOW["__init__"] = {"structures", "ops", "nn", "optim"}
 BELOW["_version"] = set()
