@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, GPT2Config, PreTrainedModel
 
@@ -119,3 +120,16 @@ def test_wrong_requests_are_refused_before_anything_is_written(tmp_path: Path) -
     with pytest.raises(ValueError, match=r"call remove\(\) on its Guide"):
         export(model, None, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["full"]
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_module("lamella.hub.export")
+
+    def full(model: PreTrainedModel, tokenizer: object, folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(module, "write_directory", full)
+    with pytest.raises(ValueError, match="No space left on device"):
+        export(structured(), None, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []

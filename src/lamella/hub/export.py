@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -80,7 +81,10 @@ def export(
     except OSError as error:
         raise ValueError(f"can't write to {out.parent}: {error}") from error
     try:
-        write_directory(shipped, fast, aside)
+        try:
+            write_directory(shipped, fast, aside)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"can't write {out}: {error}; nothing was written") from error
         difference = _verify(aside, expected, structured and bool(layers), fast)
         if not difference <= tolerance:
             raise ValueError(
@@ -202,7 +206,11 @@ def _verify(
     folder: Path, batch: dict[str, Tensor], structured: bool, tokenizer: PreTrainedTokenizerBase | None
 ) -> float:
     """The largest logit difference, from a fresh process that can import lamella only for a structured model."""
-    text = [] if tokenizer is None else [VERIFY_TEXT, json.dumps(tokenizer(VERIFY_TEXT)["input_ids"])]
+    text = (
+        []
+        if tokenizer is None
+        else [VERIFY_TEXT, json.dumps(tokenizer(VERIFY_TEXT, verbose=False)["input_ids"])]
+    )
     with tempfile.TemporaryDirectory(prefix="lamella-verify-") as scratch:
         file = Path(scratch) / "batch.safetensors"
         save_file(batch, file)
