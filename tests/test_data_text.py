@@ -44,7 +44,7 @@ def test_characters_split_between_blocks_are_whole(tmp_path, monkeypatch):
         ("a.txt", "text".encode("utf-16"), "binary or UTF-16: NUL byte at offset 3"),
         ("a.txt", b"abcde\xff", "not UTF-8: invalid start byte at byte 5"),
         ("a.txt", b"abcdef\xe6\x97", "not UTF-8: unexpected end of data at byte 6"),
-        ("a.gz", gzip.compress(b"abc" * 999)[:-9], "not a whole gz file"),
+        ("a.gz", gzip.compress(b"abc" * 999, mtime=0)[:-9], "not a whole gz file"),
         ("a.gz", b"plain", "not a whole gz file"),
         ("a.xz", lzma.compress(bytes(range(1, 128)) * 99)[:-30], "not a whole xz file"),
         ("a.xz", b"plain", "not a whole xz file"),

@@ -132,7 +132,8 @@ def test_digests_tell_tokenizers_apart_but_not_padding():
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_wrapping_for_transformers_changes_no_token(spec, tmp_path):
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     text = "Anne said,\n\n 'No , it isn't .'  Twice\n"
     wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=TOKENIZERS[spec])
     assert wrapped(text)["input_ids"] == TOKENIZERS[spec].encode(text).ids

@@ -92,6 +92,8 @@ def plot(runs: list[tuple[str, Path]]) -> bytes:
     axes.set_xlabel("training FLOPs")
     axes.set_ylabel("validation bits per byte")
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:.3g}")
+    axes.yaxis.set_minor_formatter("{x:.3g}")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     buffer = io.BytesIO()
