@@ -93,6 +93,7 @@ def test_from_linear_keeps_what_is_frozen_and_what_is_not() -> None:
 def test_to_linear_in_float64_forms_the_product_in_float64() -> None:
     layer = StructuredLinear(256, 256, LowRank(rank=64))
     a, b = (f[0].double() for f in layer.factors)
+    # float64 rounding of sums of 64 terms; a float32 product would be off by 1e-8
     torch.testing.assert_close(layer.to_linear(torch.float64).weight, (a @ b).T, rtol=1e-12, atol=1e-12)
 
 

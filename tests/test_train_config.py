@@ -1,6 +1,5 @@
 """TrainConfig: what is refused and why, the learning-rate schedule, and comparing with a stored configuration."""
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -93,9 +92,3 @@ def test_what_is_left_open_agrees_with_what_was_chosen() -> None:
     assert TrainConfig(out="b", precision="fp32", context=64).differences(stored) == {
         "precision": ("fp32", "bf16")
     }
-
-
-def test_every_setting_has_a_line_of_help() -> None:
-    names = [field.name for field in dataclasses.fields(TrainConfig)]
-    assert list(TrainConfig.option_help()) == names
-    assert all(text.endswith(".") for text in TrainConfig.option_help().values())

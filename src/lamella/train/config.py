@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 
 from lamella.nn.guide import SCHEDULES, Schedule
 from lamella.structures import Structure, parse_structure, suggest
@@ -205,12 +205,6 @@ class TrainConfig:
         """A copy whose fields left to be chosen have the stored values."""
         chosen = {n: stored[n] for n in _CHOSEN if n in stored and getattr(self, n) in ("auto", None)}
         return self.replace(**chosen)
-
-    @classmethod
-    def option_help(cls) -> dict[str, str]:
-        """{field: its line of the docstring}, for command lines."""
-        lines = cast(str, cls.__doc__).split("Args:")[1].split("Raises:")[0].strip().splitlines()
-        return {name.strip(): text.strip() for name, _, text in (line.partition(":") for line in lines)}
 
 
 _CHOSEN = ("precision", "device", "threads", "context", "tokenizer")
